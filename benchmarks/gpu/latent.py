@@ -30,6 +30,7 @@ from ktransformers.cli.parsing.options import set_up_logging
 from ktransformers.core import Phase
 from ktransformers.errors import ConfigError
 from ktransformers.kernels import flashinfer
+from ktransformers.kernels.attention_call import AttentionCall
 from ktransformers.kernels.triton.attention.materialized import (
     MaterializedRun,
     MaterializedTile,
@@ -163,9 +164,8 @@ class Case:
     def absorbed_call(self) -> Callable[[], Tensor]:
         """Attention alone."""
         q, context = self.random(self.rows, self.dims.num_heads, self.dims.rank + self.dims.rope), self.here
-        return lambda: mla_attention(
-            q, self.cache, self.dims.rank, context.block_table, PAGE, context.seq_ids, context.kv_lens, self.scale
-        )
+        call = AttentionCall(q, self.cache, self.cache[..., : self.dims.rank], context.pages, self.scale)
+        return lambda: mla_attention(call)
 
     def flashinfer_call(self, flash: flashinfer.FlashInfer) -> Callable[[], Tensor]:
         """Attention alone, FlashInfer's."""

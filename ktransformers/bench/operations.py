@@ -20,6 +20,7 @@ from ktransformers.bench.common.machine import machine_facts, shown_machine
 from ktransformers.bench.common.random_weights import random_raw
 from ktransformers.bench.common.report import Column, FigureTable, Record, Row
 from ktransformers.bench.common.timing import best_time, torch_threads
+from ktransformers.kernels.attention_call import AttentionCall, RowPages
 from ktransformers.kernels.cpu import NATIVE_TYPES, WorkerPool, attention, limits, linear, rms_norm
 from ktransformers.kernels.cpu.recurrent import delta_scan
 from ktransformers.kernels.types import StateStep
@@ -80,13 +81,14 @@ def _attention(pool: WorkerPool, size: int) -> Iterator[OperationCase]:
             query, key, value = q.transpose(0, 1)[None], cache.transpose(0, 1)[None], values.transpose(0, 1)[None]
             sdpa = functional.scaled_dot_product_attention
             theirs = partial(sdpa, query, key, value, attn_mask=mask, enable_gqa=True)
-            ours = partial(attention, q, cache, values, table, page, seqs, lens, 0.1, pool)
+            pages = RowPages(table, page, seqs, lens)
+            ours = partial(attention, AttentionCall(q, cache, values, pages, 0.1), pool)
             nbytes = 4 * (cache.numel() + (values.numel() if name == "gqa" else 0))
             flops = 2 * int(lens.sum()) * heads * (dim_k + dim_v)
             yield OperationCase(f"attention {name} T={tokens} ctx={context}", ours, theirs, nbytes, flops)
             if name == "gqa":
                 kept = cache.bfloat16(), values.bfloat16()
-                ours = partial(attention, q, *kept, table, page, seqs, lens, 0.1, pool, bf16_products=True)
+                ours = partial(attention, AttentionCall(q, *kept, pages, 0.1), pool, bf16_products=True)
                 yield OperationCase(f"attention gqa_bf16 T={tokens} ctx={context}", ours, theirs, nbytes // 2, flops)
 
 

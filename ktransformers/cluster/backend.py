@@ -4,7 +4,8 @@
          ^                │ the replica is gone
          └── past: all tokens so far; the next one tells what comes behind them
 
-An answer depends on prompt, parameters and (seed, position) alone, so it does not matter who goes on with it.
+An answer depends on prompt, parameters and (seed, position) alone, so it does not matter who goes on with it. Replicas
+are no child processes of this one: Ray starts and replaces them, and only the losses of a request are counted here.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from typing import ClassVar
 
 from typing_extensions import override
 
-from ktransformers import errors
 from ktransformers.cluster.records import Ask, Began, Facts, Message, Order, ReplicaReport, RequestFailed, Told
 from ktransformers.cluster.stats import ClusterFigures
 from ktransformers.core import FinishReason, GenerationStats, PastToken, Progress, TokenEvent
@@ -29,7 +29,8 @@ from ktransformers.errors import EngineError, KTransformersError, NotReadyError
 from ktransformers.server.backend.balance_stats import ClusterStats
 from ktransformers.server.backend.base import BackendInterfaceBase, GenerationRequest, ModelInfo, deadline_error
 from ktransformers.server.backend.events import MAX_UNREAD_EVENTS, EventBuffer
-from ktransformers.system.restart_policy import MAX_STRIKES
+from ktransformers.system.child import reported_error
+from ktransformers.system.restart_policy import Strikes
 from ktransformers.tokenizer import Tokenizer
 
 __all__ = ["MAX_LOSSES", "ReplicaInterface", "ReplicaLostError", "Replicas"]
@@ -86,7 +87,7 @@ class _Run:
         self.ask_id = ""
         self._nonce = secrets.token_hex(4)  # what a request of this name left at a replica is not heard for this one
         self.ordering = asyncio.Lock()
-        self.num_asked = self.num_strikes = 0
+        self.num_asked, self.strikes = 0, Strikes(MAX_LOSSES)
         self.first_seconds = self.later_seconds = 0.0  # of prefill and decode, at replicas that are gone
 
     def ask(self, now: float) -> Ask:
@@ -267,19 +268,20 @@ class ReplicaInterface(BackendInterfaceBase):
             case RequestFailed(error, text, is_lost):
                 if is_lost:
                     raise ReplicaLostError(text)
-                raise _known_error(error, text)
+                raise reported_error(error, text)
 
     def _lose(self, run: _Run, error: ReplicaLostError, *, has_moved: bool) -> None:
         """Raises EngineError when there may be no other try."""
         name = run.request.request_id
-        run.replica, run.num_strikes = None, 1 if has_moved else run.num_strikes + 1
+        run.replica = None
+        run.strikes.count(has_moved=has_moved)
         logger.warning("%s has lost its replica behind %d tokens: %s", name, len(run.past), error)
         if run.is_ended:
             run.abort()
-        elif run.num_strikes >= MAX_STRIKES or run.num_asked >= MAX_LOSSES:
+        elif run.strikes.is_exceeded:
             raise EngineError(
-                f"{run.num_asked} replicas were lost while they computed this answer, the last {run.num_strikes} of "
-                "them before it had another token; it is not tried again"
+                f"{run.strikes.num_losses} replicas were lost while they computed this answer, the last "
+                f"{run.strikes.num_in_a_row} of them before it had another token; it is not tried again"
             )
 
     @override
@@ -328,16 +330,6 @@ class ReplicaInterface(BackendInterfaceBase):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _known_error(name: str, message: str) -> KTransformersError:
-    """The error of this name; EngineError for one that takes more than a message."""
-    kind = getattr(errors, name) if name in errors.__all__ else EngineError
-    try:
-        error = kind(message)
-    except TypeError:
-        return EngineError(message)
-    return error if isinstance(error, KTransformersError) else EngineError(message)
 
 
 def _model_info(facts: Facts, tokenizer: Tokenizer) -> ModelInfo:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ktransformers.kernels.attention_call import AttentionCall, RowPages
 from ktransformers.kernels.triton.attention.mla import mla_attention
 from ktransformers.kernels.triton.attention.paged import attention
 
@@ -265,16 +266,17 @@ def difference(flash: FlashInfer, shape: Shape, cache_page: int = _MAX_PAGE) -> 
 
     flash.plan(shape, pages_of(seq_ids, kv_lens, table, page_size))
     table, seq_ids, kv_lens = (part.to(flash.device) for part in (table, seq_ids, kv_lens))
+    pages = RowPages(table, page_size, seq_ids, kv_lens)
     if isinstance(shape, LatentShape):
         width, rank = shape.rank + shape.rope_dim, shape.rank
         q, keys = made(len(seq_ids), shape.num_heads, width), made(num_slots, 1, width)
-        want = mla_attention(q, keys, rank, table, page_size, seq_ids, kv_lens, shape.scale)
+        want = mla_attention(AttentionCall(q, keys, keys[..., :rank], pages, shape.scale))
         got = flash.run(shape, q, keys, keys[..., :rank])
     else:
         q = made(len(seq_ids), shape.num_heads, shape.head_dim)
         keys, values = (made(num_slots, shape.num_kv_heads, shape.head_dim) for _ in range(2))
-        options: dict[str, Any] = {"window": shape.window, "softcap": shape.softcap}
-        want = attention(q, keys, values, table, page_size, seq_ids, kv_lens, shape.scale, **options)
+        call = AttentionCall(q, keys, values, pages, shape.scale, shape.window, softcap=float(shape.softcap))
+        want = attention(call)
         got = flash.run(shape, q, keys, values)
     if got.shape != want.shape:
         return math.inf

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from ktransformers.kernels.attention_call import AttentionCall, RowPages, TopkCall
 from ktransformers.kernels.blocks import decode_blocks
 from ktransformers.kernels.types import FP8_BLOCK, Fp8Matrix, GroupType, QuantType, RawTensor, block_size
 
@@ -110,41 +111,38 @@ def moe(
     return out
 
 
-def attention(  # noqa: PLR0913 - as the kernel
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    page_size: int,
-    seq_ids: Tensor,
-    kv_lens: Tensor,
-    scale: float,
-    *,
-    window: int = 0,
-    is_chunked: bool = False,
-    sinks: Tensor | None = None,
-    softcap: float = 0.0,
-) -> Tensor:
-    """Compute causal attention over a paged cache, one row at a time, in fp64. Arguments as in `cpu.attention`."""
-    heads, kv_heads = q.shape[1], v_cache.shape[1]
-    out = torch.zeros(q.shape[0], heads, v_cache.shape[2])
+def _slots(pages: RowPages, row: int, positions: Tensor) -> Tensor:
+    """The slots of some positions of a row's sequence."""
+    page_size = pages.page_size
+    return pages.block_table[int(pages.seq_ids[row])][positions // page_size].long() * page_size + positions % page_size
+
+
+def attention(call: AttentionCall) -> Tensor:
+    """Compute causal attention over a paged cache, one row at a time, in fp64.
+
+    Caches are of any float type. Raises ValueError for codes with scales: it takes the numbers that they stand for.
+    """
+    if any(of is not None for of in call.scales):
+        raise ValueError("the oracle takes no codes with scales: give it the numbers that they stand for")
+    q, (_, kv_heads, dim_v) = call.q, call.v_cache.shape
+    heads = q.shape[1]
+    out = torch.zeros(q.shape[0], heads, dim_v)
     for row in range(q.shape[0]):
-        length = int(kv_lens[row])
+        length = int(call.pages.kv_lens[row])
         oldest = 0
-        if window:
-            oldest = (length - 1) // window * window if is_chunked else length - window
+        if call.window:
+            oldest = (length - 1) // call.window * call.window if call.is_chunked else length - call.window
         positions = torch.arange(max(0, oldest), length)
         if positions.numel() == 0:
             continue
-        pages = block_table[int(seq_ids[row])][positions // page_size].long()
-        slots = pages * page_size + positions % page_size
-        keys = k_cache[slots].double().repeat_interleave(heads // kv_heads, dim=1)
-        values = v_cache[slots].double().repeat_interleave(heads // kv_heads, dim=1)
-        scores = torch.einsum("hd,phd->hp", q[row].double(), keys) * scale
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        if sinks is not None:
-            scores = torch.cat([scores, sinks.double()[:, None]], dim=1)
+        slots = _slots(call.pages, row, positions)
+        keys = call.k_cache[slots].double().repeat_interleave(heads // kv_heads, dim=1)
+        values = call.v_cache[slots].double().repeat_interleave(heads // kv_heads, dim=1)
+        scores = torch.einsum("hd,phd->hp", q[row].double(), keys) * call.scale
+        if call.softcap:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
+        if call.sinks is not None:
+            scores = torch.cat([scores, call.sinks.double()[:, None]], dim=1)
         probabilities = torch.softmax(scores, dim=1)[:, : positions.numel()]
         out[row] = torch.einsum("hp,phd->hd", probabilities, values).float()
     return out
@@ -171,32 +169,18 @@ def quantize_kv(rows: Tensor, dtype: torch.dtype, split: int = 0) -> tuple[Tenso
     return torch.cat(codes, dim=-1), torch.cat(scales, dim=-1)
 
 
-def select_topk_positions(  # noqa: PLR0913 - as the kernel
-    q: Tensor,
-    weights: Tensor | None,
-    k_cache: Tensor,
-    block_table: Tensor,
-    page_size: int,
-    seq_ids: Tensor,
-    kv_lens: Tensor,
-    scale: float,
-    num_chosen: int,
-    *,
-    block: int = 1,
-    num_local: int = 0,
-) -> list[list[int]]:
+def select_topk_positions(call: TopkCall) -> list[list[int]]:
     """Choose the slots of each row, or head of a row; one row at a time, in fp64. See `cpu.select_topk_positions`."""
-    chosen = []
-    for row in range(q.shape[0]):
-        length = int(kv_lens[row])
-        positions = torch.arange(length)
-        slots = block_table[int(seq_ids[row])][positions // page_size].long() * page_size + positions % page_size
-        dots = torch.einsum("hd,pd->hp", q[row].double(), k_cache[slots].double()) * scale
-        scores = dots if weights is None else (weights[row].double() @ dots.relu())[None]
+    chosen, block = [], call.block
+    for row in range(call.q.shape[0]):
+        length = int(call.pages.kv_lens[row])
+        slots = _slots(call.pages, row, torch.arange(length))
+        dots = torch.einsum("hd,pd->hp", call.q[row].double(), call.k_cache[slots].double()) * call.scale
+        scores = dots if call.weights is None else (call.weights[row].double() @ dots.relu())[None]
         for of_positions in scores.tolist():
             count = -(-length // block)
             best = [max(of_positions[b * block : (b + 1) * block]) for b in range(count)]
-            ranks = [(-float("inf") if b >= count - num_local else -best[b], b) for b in range(count)]
-            taken = sorted(b for _, b in sorted(ranks)[:num_chosen])
+            ranks = [(-float("inf") if b >= count - call.num_local else -best[b], b) for b in range(count)]
+            taken = sorted(b for _, b in sorted(ranks)[: call.num_chosen])
             chosen.append([int(slots[p]) for b in taken for p in range(b * block, min((b + 1) * block, length))])
     return chosen

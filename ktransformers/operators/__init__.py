@@ -1,6 +1,8 @@
 """Operators that a rule can put in the place of modules: one per role. See `base.Operator` for the contract.
 
-    device, marks, usage, shares       a device by its name; timers; counts; parts of a sum in other processes
+    recorder, comparison               how every check of a model watches modules, and compares two results
+    device, gpu_timers, usage          a device by its name; timers; counts
+    partial_sums                       parts of a sum in other processes
     base, context                      an operator's life; which row of a step belongs to which sequence
     recognize, wrapper                 what a module of transformers computes, found by asking it; its forward kept
     activation, norm, exact            small ones; what a rule file leaves to torch

@@ -169,6 +169,13 @@ class Requirements:
             self.quant_types.append(shown)
         self.stored_names.update(info.stored_names)
 
+    def include(self, other: Requirements) -> None:
+        """Add the needs of a part of the operator."""
+        for device, nbytes in other.nbytes.items():
+            self.nbytes[device] = self.nbytes.get(device, 0) + nbytes
+        self.quant_types += [name for name in other.quant_types if name not in self.quant_types]
+        self.stored_names |= other.stored_names
+
 
 @dataclass(frozen=True, slots=True)
 class OperatorRuntime:

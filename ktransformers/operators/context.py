@@ -24,6 +24,7 @@ import torch
 from ktransformers.cache.paged import LayerShape, Scales
 from ktransformers.cache.state import StateCache
 from ktransformers.core import Phase
+from ktransformers.kernels.attention_call import RowPages
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.types import StateStep
 
@@ -88,6 +89,11 @@ class ForwardContext:
     replicas: Mapping[torch.device, ForwardContext] = field(default_factory=dict)
     _moved: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     _derived: dict[tuple[str, int], tuple[torch.Tensor, Any]] = field(default_factory=dict)
+
+    @property
+    def pages(self) -> RowPages:
+        """What the rows see of the cache, as kernels of attention take it."""
+        return RowPages(self.block_table, self.page_size, self.seq_ids, self.kv_lens)
 
     def on(self, device: torch.device) -> ForwardContext:
         """Return the context with its tensors on `device`. Raises KeyError when the step was not made ready for it."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import signal
 import subprocess
 import sys
 import threading
@@ -16,14 +15,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
 from ktransformers.errors import ConfigError, EngineError
 from ktransformers.profiling.files import check_folder
 from ktransformers.profiling.messages import BridgeOptions, ProfileMeta
-from ktransformers.system.child import PARENTS_SIGNALS, framed, spawn_code
+from ktransformers.system.child import framed, spawn_code
+from ktransformers.system.process_group import ProcessGroup, Program
 
 __all__ = ["MAX_BYTES", "Capture", "ProfileLimits", "ProfileTarget", "shown_command"]
 
@@ -117,7 +117,9 @@ class Capture:
         self.folder, self.began = folder, time.time()
         self._on_death, self._is_stopping, self._is_stopped = on_death, False, False
         self._news: dict[str, Any] = {}
-        self._process = _spawn()
+        program = Program("the profile's process", spawn_code("ktransformers.profiling.bridge"), stdout=subprocess.PIPE)
+        self._processes = ProcessGroup()
+        self._process = self._processes.start(program)
         options = BridgeOptions(
             folder=str(folder.absolute()),
             meta=meta,
@@ -125,14 +127,10 @@ class Capture:
             max_bytes=limits.max_bytes,
             file_bytes=limits.file_bytes,
         )
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        assert self._stdin is not None
-        assert self._stdout is not None
         with contextlib.suppress(BrokenPipeError):
-            self._stdin.write(framed(msgspec.msgpack.encode(options)))
-            self._stdin.flush()
-        self.endpoint = self._begun(self._stdout)
-        self._reader = threading.Thread(target=self._listen, args=(self._stdout,), name="profile-bridge", daemon=True)
+            self._process.send(framed(msgspec.msgpack.encode(options)))
+        self.endpoint = self._begun()
+        self._reader = threading.Thread(target=self._listen, name="profile-bridge", daemon=True)
         self._reader.start()
         logger.info("a profile is written to %s", folder)
 
@@ -154,10 +152,8 @@ class Capture:
     def end(self, seconds: float) -> None:
         """Tell the bridge to end, and wait at most so long for it. `stop` has to follow."""
         self._is_stopping = True
-        assert self._stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        self._process.ask_to_end()
+        with contextlib.suppress(TimeoutError):
             self._process.wait(seconds)
 
     def stop(self) -> None:
@@ -166,37 +162,28 @@ class Capture:
             return
         self._is_stopped = True
         is_alive = self.is_alive
-        self.end(0)
-        try:
-            self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            logger.warning("the profile's process does not end: it is killed")
-            self._process.kill()
-            self._process.wait()
+        self._is_stopping = True
+        self._processes.stop(self._process, STOP_SECONDS)
         self._reader.join()
+        self._processes.close()
         if is_alive:
             logger.info("the profile in %s is complete", self.folder)
 
-    def _begun(self, stdout: IO[bytes]) -> str:
+    def _begun(self) -> str:
         """The endpoint. Raises what the bridge says when it cannot start."""
-        line = stdout.readline()
+        line = self._process.stdout.readline()
         said = json.loads(line) if line else {}
         endpoint: str | None = said.get("endpoint")
         if endpoint is not None:
             return endpoint
-        self._close_pipes()
         code = self._process.wait()
+        self._processes.close()
         if "error" in said:
             raise ConfigError(said["error"])
         raise EngineError(f"the profile's process ended with exit code {code} before it began")
 
-    def _close_pipes(self) -> None:
-        for pipe in (self._stdin, self._stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
-
-    def _listen(self, stdout: IO[bytes]) -> None:
+    def _listen(self) -> None:
+        stdout = self._process.stdout
         for line in stdout:
             with contextlib.suppress(ValueError):  # a line that was cut because nobody read
                 self._news = json.loads(line)
@@ -205,7 +192,6 @@ class Capture:
         if self._is_stopping:
             return
         logger.error("the profile in %s ends here: its process ended with %d; nothing else does", self.folder, code)
-        self._close_pipes()
         if self._on_death is not None:
             self._on_death()
 
@@ -226,14 +212,3 @@ class ProfileTarget:
     def open(self, meta: ProfileMeta) -> Capture:
         """Begin the profile. Errors as Capture."""
         return Capture(self.folder, msgspec.structs.replace(meta, command=shown_command(sys.argv)), self.limits)
-
-
-def _spawn() -> subprocess.Popen[bytes]:
-    """A process of its own, which leaves signals to its parent from its first moment on."""
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
-    try:
-        return subprocess.Popen(
-            spawn_code("ktransformers.profiling.bridge"), stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

@@ -18,16 +18,21 @@ import struct
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import BinaryIO
+from typing import IO
+
+from ktransformers import errors
+from ktransformers.errors import EngineError, KTransformersError
 
 __all__ = [
     "PARENTS_SIGNALS",
     "become",
+    "end_with_pipe",
     "follow_parent",
     "framed",
     "import_aside",
     "leave_signals",
     "read_frame",
+    "reported_error",
     "spawn_code",
 ]
 
@@ -43,10 +48,36 @@ def framed(data: bytes) -> bytes:
     return _HEADER.pack(len(data)) + data
 
 
-def read_frame(pipe: BinaryIO) -> bytes | None:
+def read_frame(pipe: IO[bytes]) -> bytes | None:
     """Wait for the options on standard input and return them; None when the parent is gone."""
     header = pipe.read(_HEADER.size)
     return pipe.read(_HEADER.unpack(header)[0]) if len(header) == _HEADER.size else None
+
+
+def end_with_pipe(pipe: IO[bytes], parent_pid: int) -> None:
+    """End this process as soon as `pipe` ends, whatever it is doing then, and now if its parent is another one: it died
+    before `follow_parent` could help."""
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+    def watch() -> None:
+        while pipe.read(1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="follow-parent").start()
+
+
+def reported_error(name: str, message: str) -> KTransformersError:
+    """Return the error that another process reported by the name of its class; an EngineError where there is no such
+    class, or one that takes more than a message."""
+    kind = getattr(errors, name) if name in errors.__all__ else EngineError
+    if not (isinstance(kind, type) and issubclass(kind, KTransformersError)):
+        return EngineError(message)
+    try:
+        return kind(message)
+    except TypeError:
+        return EngineError(message)
 
 
 def spawn_code(module: str, argument: str = "") -> list[str]:

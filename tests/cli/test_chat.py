@@ -109,9 +109,9 @@ def test_special_tokens_that_a_prompt_spells(chat: Chat) -> None:
 
 def test_context_full_keeps_the_conversation(chat: Chat, tmp_path: Path) -> None:
     saved = tmp_path / "chat.json"
-    out, err = chat(f"hello\n{'x' * 200}\n/save {saved}\n/clear\nagain\n", "--cache_lens", "120", code=1)
+    out, err = chat(f"hello\n{'x' * 200}\n/save {saved}\n/clear\nagain\n", "--cache_lens", "128", code=1)
     assert out == "you said hello\nyou said again\n"
-    assert re.search(r"maximum context length is 120 tokens .*the prompt has \d+ tokens.*/clear", err)
+    assert re.search(r"maximum context length is 128 tokens .*the prompt has \d+ tokens.*/clear", err)
     assert [message["content"] for message in json.loads(saved.read_text())] == ["hello", "you said hello"]
 
 
@@ -119,9 +119,9 @@ def test_answers_that_are_cut(chat: Chat) -> None:
     out, err = chat("hello\n", "--max_new_tokens", "5")
     assert out == "you s\n"
     assert "cut after 5 tokens; --max_new_tokens" in err
-    out, err = chat("hello\n", "--cache_lens", "30")
+    out, err = chat("hello\n", "--cache_lens", "32")
     assert out.startswith("you")
-    assert "the cache of 30 tokens is full. /clear" in err
+    assert "the cache of 32 tokens is full. /clear" in err
 
 
 def test_errors_of_turns(chat: Chat) -> None:

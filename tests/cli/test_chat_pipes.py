@@ -69,8 +69,8 @@ def test_a_prompt_is_no_command_and_no_path(chat: Chat, tmp_path: Path) -> None:
 def test_errors_of_one_prompt(chat: Chat) -> None:
     assert chat("", "chat", "-p", " ", code=2)[1] == "error: --prompt is empty; it must be the text of a prompt\n"
     assert "leave --lines or --prompt out" in chat("", "chat", "--lines", "-p", "x", code=2)[1]
-    err = chat("x" * 200, "chat", "--cache_lens", "100", code=1)[1]
-    assert "maximum context length is 100 tokens (set by --cache_lens)" in err
+    err = chat("x" * 200, "chat", "--cache_lens", "96", code=1)[1]
+    assert "maximum context length is 96 tokens (set by --cache_lens)" in err
     assert "/clear" not in err  # nobody can type it
 
 

@@ -8,9 +8,11 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,19 +23,15 @@ from ktransformers.cli.chat.output import PlainView
 from ktransformers.config import EngineConfig
 from ktransformers.core import GenerationStats, SamplingParams
 from ktransformers.engine.api.llm import LLM
+from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.sequence.session_file import open_session
-from tests.support.engines.one_sequence import StaticEngine, static_engine
 from tests.support.models.demo import DEMO_GGUF
 
 PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=60)
 QUESTIONS = ("What is 17 + 25?", "And minus 3?", "Who are you?")
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[StaticEngine]:
-    made = static_engine(EngineConfig(gguf_path=DEMO_GGUF, cpu_infer=1, cache_lens=1024))
-    yield made
-    made.close()
+PAGE_SIZE = 16
 
 
 @dataclass
@@ -58,37 +56,52 @@ class Chat:
         return self.err.getvalue().splitlines()
 
 
-def chat_on(engine: StaticEngine) -> Chat:
-    """With nothing in the cache."""
-    llm, out, err = LLM.from_engine(engine), io.StringIO(), io.StringIO()
-    options = ChatOptions(PARAMS, "Be brief.", find_command=bound_command)
-    return Chat(ChatLoop(llm, PlainView(out, err), NoSource(), options), out, err)
+NewChat = Callable[..., Chat]
 
 
-def test_the_next_turn_computes_only_what_is_new(engine: StaticEngine, tmp_path: Path) -> None:
-    path, whole = tmp_path / "chat.safetensors", chat_on(engine)
+@pytest.fixture
+def new_chat() -> Iterator[NewChat]:
+    """Chats with nothing in their caches; fields of EngineConfig."""
+    with ExitStack() as models:
+
+        def made(**config: Any) -> Chat:
+            values = {"gguf_path": DEMO_GGUF, "cpu_infer": 1, "cache_lens": 1024} | config
+            llm = models.enter_context(LLM.from_engine(build_engine(EngineConfig(**values))))
+            out, err = io.StringIO(), io.StringIO()
+            options = ChatOptions(PARAMS, "Be brief.", find_command=bound_command)
+            return Chat(ChatLoop(llm, PlainView(out, err), NoSource(), options), out, err)
+
+        yield made
+
+
+def whole_pages(num_tokens: int) -> int:
+    """How many of a conversation's tokens are in the cache: the last one of an answer is not computed."""
+    return (num_tokens - 1) // PAGE_SIZE * PAGE_SIZE
+
+
+def test_the_next_turn_computes_only_what_is_new(new_chat: NewChat, tmp_path: Path) -> None:
+    path, whole = tmp_path / "chat.safetensors", new_chat()
     whole.say(*QUESTIONS[:2])
-    saved_ids = whole.loop.llm.session.cached_ids
+    count = whole.last.prompt_len + whole.last.completion_len
+    kept = whole_pages(count)
+    assert whole.loop.llm.used_len == kept
     whole.say(f"/save {path}")
-    assert whole.notes[-1].startswith(
-        f"saved 5 messages, {len(saved_ids)} of {len(saved_ids) + 1} tokens in the cache, "
-    )
+    assert whole.notes[-1].startswith(f"saved 5 messages, {kept} of {count} tokens in the cache, ")
     assert whole.notes[-1].endswith(f"KiB, to {path}")
     assert re.fullmatch(rf"saving \d+\.\d\d KiB to {path} \.\.\.", whole.notes[-2])
     want, stats = whole.say(QUESTIONS[2]), whole.last
 
-    again = chat_on(engine)
+    again = new_chat()
     again.say("something else", f"/load {path}")
-    assert again.notes[-1] == f"loaded 5 messages and {len(saved_ids)} tokens of the cache from {path}"
-    assert again.loop.llm.session.cached_ids == saved_ids
+    assert again.notes[-1] == f"loaded 5 messages and {kept} tokens of the cache from {path}"
     assert again.say(QUESTIONS[2]) == want
     assert (again.last.prompt_len, again.last.cached_len) == (stats.prompt_len, stats.cached_len)
-    assert again.last.cached_len == len(saved_ids)
+    assert again.last.cached_len == kept
     assert again.loop.conversation.messages == whole.loop.conversation.messages
 
 
-def test_load_finds_out_what_a_file_is(engine: StaticEngine, tmp_path: Path) -> None:
-    chat = chat_on(engine)
+def test_load_finds_out_what_a_file_is(new_chat: NewChat, tmp_path: Path) -> None:
+    chat = new_chat()
     chat.say(QUESTIONS[0], f"/save {tmp_path / 'a.safetensors'}", f"/save {tmp_path / 'a.json'}")
     messages = chat.loop.conversation.messages
     assert json.loads((tmp_path / "a.json").read_text()) == messages
@@ -100,12 +113,13 @@ def test_load_finds_out_what_a_file_is(engine: StaticEngine, tmp_path: Path) -> 
     assert open_session(tmp_path / "session").header.messages == messages
 
 
-def test_what_cannot_be_loaded_changes_nothing(engine: StaticEngine, tmp_path: Path) -> None:
-    path, whole = tmp_path / "s.safetensors", chat_on(engine)
+def test_what_cannot_be_loaded_changes_nothing(new_chat: NewChat, tmp_path: Path) -> None:
+    path, whole = tmp_path / "s.safetensors", new_chat()
     want = [whole.say(question) for question in QUESTIONS[:2]]
-    chat = chat_on(engine)
+    chat = new_chat()
     assert chat.say(QUESTIONS[0]) == want[0]
-    messages, cached = chat.loop.conversation.messages, chat.loop.llm.session.cached_ids
+    messages, num_tokens = chat.loop.conversation.messages, chat.last.prompt_len + chat.last.completion_len
+    used = chat.loop.llm.used_len
     chat.say(f"/save {path}", f"/save! {tmp_path / 'missing' / 's.safetensors'}")
     assert "cannot save the session to" in chat.notes[-1]
     data = path.read_bytes()
@@ -117,13 +131,13 @@ def test_what_cannot_be_loaded_changes_nothing(engine: StaticEngine, tmp_path: P
     )
     chat.say(f"/load {tmp_path / 'none.safetensors'}")
     assert chat.notes[-1].endswith("No such file or directory")
-    assert (chat.loop.conversation.messages, chat.loop.llm.session.cached_ids) == (messages, cached)
+    assert (chat.loop.conversation.messages, chat.loop.llm.used_len) == (messages, used)
     assert chat.say(QUESTIONS[1]) == want[1]
-    assert chat.last.cached_len == len(cached)
+    assert chat.last.cached_len == whole_pages(num_tokens)
 
 
-def test_a_session_without_a_conversation(engine: StaticEngine, tmp_path: Path) -> None:
-    chat = chat_on(engine)
+def test_a_session_without_a_conversation(new_chat: NewChat, tmp_path: Path) -> None:
+    chat = new_chat()
     llm = chat.loop.llm
     llm.save_session(tmp_path / "s.safetensors", llm.generate([1, 2, 3], replace(PARAMS, max_tokens=2))[0])
     chat.say(f"/load {tmp_path / 's.safetensors'}")
@@ -131,8 +145,8 @@ def test_a_session_without_a_conversation(engine: StaticEngine, tmp_path: Path) 
     assert chat.loop.conversation.turns == []
 
 
-def test_another_process_goes_on(engine: StaticEngine, tmp_path: Path) -> None:
-    path, whole = tmp_path / "chat.safetensors", chat_on(engine)
+def test_another_process_goes_on(new_chat: NewChat, tmp_path: Path) -> None:
+    path, whole = tmp_path / "chat.safetensors", new_chat()
     whole.say(*QUESTIONS[:2], f"/save {path}")
     want = whole.say(QUESTIONS[2])
     flags = ["--lines", "--cpu_infer", "1", "--temperature", "0.8", "--seed", "3", "--max_new_tokens", "60"]

@@ -32,6 +32,7 @@ from ktransformers.cli.loading import StatusLine
 from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
 from tests.support.engines.fake_runner import scripted_engine
+from tests.support.engines.stepping import Stepping
 from tests.support.servers.screen import MemoryScreen, Window, open_window, set_size, undo_wrapping
 from tests.support.servers.terminal import PROGRAM, TIMEOUT, Terminal
 
@@ -303,7 +304,9 @@ class Watched(TerminalView):
         self._deeds.get(self._count, lambda: None)()
 
 
-def test_keys_during_an_answer_are_not_shown_and_wait_for_the_prompt() -> None:
+def test_keys_during_an_answer_are_not_shown_and_wait_for_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    Stepping(monkeypatch, 41)  # two of the prompt, the second of which gives a token: 40 tokens, and no more
+
     def type_ahead() -> None:
         window.type(b"next question\r")
         assert select.select([window.fd], [], [], TIMEOUT)[0]  # the terminal has them, and has echoed them if it does

@@ -27,7 +27,7 @@ def check_planned_bytes(engine: StaticEngine) -> None:
     for key, entry in entries.items():
         operator = engine.plan.operators[key]
         if isinstance(operator, KTransformersExperts):
-            weights = operator._weights
+            weights = operator.weights
             held = [*weights.gate, *weights.up, *weights.down]
         else:
             assert isinstance(operator, KTransformersLinear)

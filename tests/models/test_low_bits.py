@@ -22,7 +22,7 @@ def check_planned_bytes(engine: StaticEngine, names: set[str]) -> None:
     for key, entry in entries.items():
         operator = engine.plan.operators[key]
         if isinstance(operator, KTransformersExperts):
-            weights = operator._weights
+            weights = operator.weights
             held = [part.data for part in (*weights.gate, *weights.up, *weights.down)]
             held += [b for b in (weights.gate_bias, weights.up_bias, weights.down_bias) if b is not None]
         else:

@@ -49,5 +49,5 @@ def test_two_packed_sequences_equal_each_alone(model_type: str) -> None:
         kv_lens=(positions + 1).to(torch.int32),
         block_table=torch.tensor([[0], [1]], dtype=torch.int32),
     )
-    packed = runner.step(torch.tensor(first + second), positions, context, torch.arange(sum(lengths)))
+    packed = runner.steps.step(torch.tensor(first + second), positions, context, torch.arange(sum(lengths)))
     assert torch.equal(packed, torch.cat(alone))

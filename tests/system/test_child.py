@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ktransformers.system.child import import_aside
+from ktransformers.errors import CapacityError, EngineError, KTransformersError, LoadFailedError
+from ktransformers.system.child import import_aside, reported_error
 
 SEEN = """
 import os, threading
@@ -32,3 +33,42 @@ def test_imports_aside_have_the_lowest_priority_and_their_process_keeps_its_own(
 def test_what_an_import_aside_raises_is_raised() -> None:
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         import_aside("no_such_module")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("CapacityError", CapacityError),
+        ("ValueError", EngineError),
+        ("reason_of", EngineError),
+        (LoadFailedError.__name__, EngineError),  # takes more than a message
+    ],
+)
+def test_errors_of_another_process_have_their_class_where_there_is_one(
+    name: str, kind: type[KTransformersError]
+) -> None:
+    error = reported_error(name, "it does not fit")
+    assert (type(error), str(error)) == (kind, "it does not fit")
+
+
+WATCHING = """
+import os, sys, time
+from ktransformers.system.child import end_with_pipe
+end_with_pipe(sys.stdin.buffer, int(sys.argv[1]))
+print("up", flush=True)
+os.read(os.pipe()[0], 1)
+"""
+
+
+@pytest.mark.parametrize("is_parent", [True, False])
+def test_a_process_ends_with_its_pipe_or_where_its_parent_is_gone_already(is_parent: bool) -> None:
+    command = [sys.executable, "-c", WATCHING, str(os.getpid() if is_parent else 1)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        if is_parent:
+            child.stdin.write(b"not yet")
+            child.stdin.flush()
+        assert child.stdout.readline() == (b"up\n" if is_parent else b"")
+        child.stdin.close()
+        assert child.wait(60) == 1

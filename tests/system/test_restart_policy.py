@@ -6,7 +6,17 @@ import signal
 
 import pytest
 
-from ktransformers.system.restart_policy import MAX_DEATHS, RESTART_SECONDS, RestartPolicy, delays, ending, was_killed
+from ktransformers.system.restart_policy import (
+    MAX_DEATHS,
+    MAX_STRIKES,
+    RESTART_SECONDS,
+    RestartPolicy,
+    Strikes,
+    delay_after,
+    delays,
+    ending,
+    was_killed,
+)
 
 BUS = "signal 7 (SIGBUS: a model file was cut short while it was mapped, or its disk failed)"
 
@@ -56,3 +66,23 @@ def test_one_more_than_allowed_is_the_end() -> None:
 )
 def test_endings(code: int, is_killed: bool, words: str) -> None:
     assert (was_killed(code), ending(code)) == (is_killed, words)
+
+
+def test_the_delay_after_any_number_of_failures() -> None:
+    assert [delay_after(count) for count in (1, 2, 6, 7, 5000)] == [1, 2, 32, 60, 60]
+
+
+def test_a_request_is_ended_when_processes_are_lost_in_a_row_or_too_often() -> None:
+    strikes = Strikes(most=9)
+    for has_moved in [False] * (MAX_STRIKES - 1) + [True]:
+        strikes.count(has_moved=has_moved)
+    assert (strikes.num_losses, strikes.num_in_a_row, strikes.is_exceeded) == (MAX_STRIKES, 1, False)
+    for _ in range(MAX_STRIKES - 1):
+        assert not strikes.is_exceeded
+        strikes.count(has_moved=False)
+    assert (strikes.num_in_a_row, strikes.is_exceeded) == (MAX_STRIKES, True)
+    often = Strikes(most=9)
+    for _ in range(9):
+        assert not often.is_exceeded
+        often.count(has_moved=True)
+    assert (often.num_losses, often.num_in_a_row, often.is_exceeded) == (9, 1, True)

@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 import logging
 import subprocess
+from contextlib import closing
 from typing import Any
 
 from ktransformers.config import cpu_name
-from ktransformers.system.child import spawn_code
+from ktransformers.system.child import follow_parent, spawn_code
 from ktransformers.system.cores import usable_cores
+from ktransformers.system.process_group import ProcessGroup, Program
+from ktransformers.system.restart_policy import ending
 
 __all__ = ["describe_host"]
 
@@ -22,17 +25,22 @@ logger = logging.getLogger(__name__)
 
 def describe_host() -> dict[str, Any]:
     """Describe the machine from a child process; if that fails, CPU and cores alone, and one logged line."""
-    child = subprocess.run(spawn_code(__name__), capture_output=True, text=True, check=False)
-    if child.returncode:
-        reason = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
-        logger.warning("the machine is described by its CPU alone: %s", reason)
-        return {"cpu": cpu_name(), "cores": usable_cores()}
-    facts: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
+    with closing(ProcessGroup()) as processes:
+        child = processes.start(
+            Program("the look at the machine", spawn_code(__name__), stdout=subprocess.PIPE, keeps_words=True)
+        )
+        output = child.stdout.read()
+        if child.wait():
+            reason = (child.last_words.splitlines() or [ending(child.wait())])[-1]
+            logger.warning("the machine is described by its CPU alone: %s", reason)
+            return {"cpu": cpu_name(), "cores": usable_cores()}
+    facts: dict[str, Any] = json.loads(output.splitlines()[-1])
     return facts
 
 
 def main() -> int:
     """Run the child process: print the machine's description as one line of JSON."""
+    follow_parent()
     from ktransformers.bench.common.machine import describe_machine
 
     print(json.dumps(describe_machine()))

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ktransformers.bench.gpu.device import BF16, Gpu, relative_error
 from ktransformers.engine.plan.kv_types import KV_DTYPES
+from ktransformers.kernels.attention_call import AttentionCall, KvScales, RowPages
 from ktransformers.kernels.reference import quantize_kv
 from ktransformers.kernels.triton.attention import launch
-from ktransformers.kernels.triton.attention.kv_codes import KvScales
 from ktransformers.kernels.triton.attention.launch import workspace_numel
 from ktransformers.kernels.triton.attention.mla import mla_attention
 from ktransformers.kernels.triton.attention.paged import attention
@@ -136,25 +136,30 @@ class AttentionCase:
 
     def call(self, index: int) -> Tensor:
         """Compute the step on one of the caches, as operators do it."""
-        kept, model = self.caches[index], self.model
-        where = (self.table, PAGE, self.seq_ids, self.kv_lens, self.scale)
+        call = self._call(index)
         workspace = self.workspace if self.rows == 1 else None
-        if model.is_latent:
-            given = (self.q, kept.keys, model.dim_v, *where)
-            return mla_attention(*given, out=self.out, workspace=workspace, scales=kept.scales[0])
-        return attention(
-            self.q, kept.keys, kept.values, *where, window=model.window, sinks=self.sinks, out=self.out,
-            workspace=workspace, scales=kept.scales, quantized_attention=model.quantized_attention,
-        )  # fmt: skip
+        if self.model.is_latent:
+            return mla_attention(call, out=self.out, workspace=workspace)
+        is_quantized = self.model.quantized_attention
+        return attention(call, out=self.out, workspace=workspace, quantized_attention=is_quantized)
+
+    def _call(self, index: int) -> AttentionCall:
+        kept, model = self.caches[index], self.model
+        pages = RowPages(self.table, PAGE, self.seq_ids, self.kv_lens)
+        caches = kept.keys, kept.values
+        return AttentionCall(
+            self.q, *caches, pages, self.scale, window=model.window, sinks=self.sinks, scales=kept.scales
+        )
 
     def record(self, index: int) -> launch.AttentionLaunch:
         """Return the step on one of the caches as arguments of a launch."""
-        kept = self.caches[index]
+        model = self.model
         return launch.AttentionLaunch(
-            self.q, kept.keys, kept.values, self.table, PAGE, self.seq_ids, self.kv_lens, self.scale, self.out,
-            self.model.window, self.sinks, is_shared=self.model.is_latent, scales=kept.scales,
-            quantized_attention=self.model.quantized_attention,
-        )  # fmt: skip
+            self._call(index),
+            self.out,
+            is_shared=model.is_latent,
+            quantized_attention=model.quantized_attention,
+        )
 
     def run(self, index: int, tile: launch.Tile) -> None:
         """Launch the step on one of the caches with a given tile."""

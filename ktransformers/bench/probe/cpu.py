@@ -19,6 +19,7 @@ import torch
 from ktransformers.bench.common.random_weights import random_raw
 from ktransformers.bench.probe.steps import step_costs
 from ktransformers.engine.model.threads import settle_torch_threads
+from ktransformers.kernels.attention_call import AttentionCall, RowPages
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool, attention, limits, linear
 from ktransformers.kernels.cpu.topology import ThreadPlace, thread_places
 from ktransformers.kernels.types import ActivationSpec, ExpertWeight, ExpertWeights, QuantType, RawTensor
@@ -223,7 +224,7 @@ def _attention_curves(pool: WorkerPool, sizes: ProbeSizes) -> dict[str, Curve]:
             products = float(lens.sum()) * heads * (dim_k + dim_v)
 
             def once(i: int, a: tuple[torch.Tensor, ...] = (q, keys, values, seqs, lens)) -> None:
-                attention(a[0], a[1], a[2], table, page, a[3], a[4], 0.1, pool)
+                attention(AttentionCall(a[0], a[1], a[2], RowPages(table, page, a[3], a[4]), 0.1), pool)
 
             seconds.append(best_time(once) / products)
         curves[name] = Curve(tuple(map(float, rows)), tuple(seconds))

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from ktransformers.cli.parsing.options import (
     ArgumentParser,
+    add_disk_size_flag,
     add_logging_flag,
     add_model_argument,
     add_model_flags,
@@ -26,7 +27,9 @@ from ktransformers.cli.parsing.options import (
     add_profile_flags,
     add_sampling_flags,
     add_template_flags,
+    add_tier_flags,
     add_toggle,
+    check_disk_size,
     engine_config,
     sampling_params,
     set_up_logging,
@@ -81,6 +84,8 @@ def _add_flags(parser: argparse.ArgumentParser, *, reads_lines: bool) -> None:
     text = "a pipe has one turn a line, commands among them" + ("" if reads_lines else "; default: it is one prompt")
     add_toggle(group, "lines", default=None, help=text)
     add_toggle(group, "prefix_cache", default=None, help="compute of a prompt only what is new in it (on)")
+    add_tier_flags(group)
+    add_disk_size_flag(group)
     add_toggle(group, "history", default=None, help="keep prompts for the Up key of later chats (on)")
     add_toggle(group, "force_think", default=False, help="begin every answer with the model's thinking tag")
     add_toggle(
@@ -103,6 +108,7 @@ def _check_flags(args: argparse.Namespace) -> None:
         )
     if args.prompt is not None and args.prompt_text is not None:
         raise ConfigError("there are two prompts: PROMPT and --prompt; leave one out")
+    check_disk_size(args)
     prompt = _prompt(args)
     if prompt is not None and not prompt.strip():
         raise ConfigError("--prompt is empty; it must be the text of a prompt")

@@ -22,6 +22,7 @@ from ktransformers.config import (
     CPU_BF16S,
     CPU_PREFILLS,
     CPU_QUANT_TYPES,
+    KV_DISK_SIZE_GB,
     KV_TYPES,
     PRECISIONS,
     SPARSE_ATTENTIONS,
@@ -35,6 +36,7 @@ from ktransformers.system.logs import set_up_logging
 
 __all__ = [
     "ArgumentParser",
+    "add_disk_size_flag",
     "add_logging_flag",
     "add_model_argument",
     "add_model_flags",
@@ -43,6 +45,7 @@ __all__ = [
     "add_template_flags",
     "add_tier_flags",
     "add_toggle",
+    "check_disk_size",
     "engine_config",
     "given_sampling",
     "model_files",
@@ -171,6 +174,19 @@ def add_tier_flags(group: argparse._ActionsContainer) -> None:
         metavar="DIR",
         help="a folder for them, which outlives the process; what is in it stands for users' text",
     )
+
+
+def add_disk_size_flag(group: argparse._ActionsContainer) -> None:
+    """Add --kv_disk_size_GB, which `check_disk_size` checks."""
+    group.add_argument(
+        "--kv_disk_size_GB", type=float, metavar="GIB", help=f"most bytes in --kv_disk_path ({KV_DISK_SIZE_GB:g})"
+    )
+
+
+def check_disk_size(args: argparse.Namespace) -> None:
+    """Raise ConfigError for --kv_disk_size_GB without --kv_disk_path."""
+    if args.kv_disk_size_GB is not None and args.kv_disk_path is None:
+        raise ConfigError("--kv_disk_size_GB bounds the files in --kv_disk_path; name that folder, too")
 
 
 def add_plan_flags(group: argparse._ActionsContainer) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ktransformers.cli.parsing.options import (
     ArgumentParser,
+    add_disk_size_flag,
     add_logging_flag,
     add_model_argument,
     add_model_flags,
@@ -39,7 +40,6 @@ from ktransformers.cli.serve.serving import (
     check_flags,
     server_config,
 )
-from ktransformers.config import KV_DISK_SIZE_GB
 from ktransformers.scheduler.config import MAX_GAP_MS, MAX_ITL_RATIO
 from ktransformers.server.utils.create_interface import BACKENDS
 
@@ -94,9 +94,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--page_size", type=int, help=f"balance_serve: tokens per page of the cache ({PAGE_SIZE})")
     add_toggle(group, "prefix_cache", default=None, help="use what is cached of prompts that begin alike (on)")
     add_tier_flags(group)
-    group.add_argument(
-        "--kv_disk_size_GB", type=float, metavar="GIB", help=f"most bytes in --kv_disk_path ({KV_DISK_SIZE_GB:g})"
-    )
+    add_disk_size_flag(group)
     group.add_argument(
         "--max_engine_restarts",
         type=int,

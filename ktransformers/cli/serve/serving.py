@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ktransformers.cli.parsing.options import given_sampling
+from ktransformers.cli.parsing.options import check_disk_size, given_sampling
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.hub.locate import title_of
 from ktransformers.scheduler.config import MAX_GAP_MS, MAX_ITL_RATIO
@@ -61,8 +61,8 @@ def check_flags(args: argparse.Namespace) -> None:
             if getattr(args, flag) is not None:
                 _log.warning("--%s has no effect: the transformers backend keeps no pages below its cache", flag)
             setattr(args, flag, None)
-    elif args.kv_disk_size_GB is not None and args.kv_disk_path is None:
-        raise ConfigError("--kv_disk_size_GB bounds the files in --kv_disk_path; name that folder, too")
+    else:
+        check_disk_size(args)
 
 
 def listed_names(args: argparse.Namespace) -> tuple[str, ...]:

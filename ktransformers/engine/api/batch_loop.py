@@ -339,7 +339,7 @@ class BatchLoop(Generic[EngineT]):
 
     def _deliver(self, driver: SchedulerDriver) -> None:
         pages = driver.scheduler.pages
-        self._used_len = (self.config.num_pages - pages.num_available + pages.num_idle) * self.config.page_size
+        self._used_len = (pages.num_pages - pages.num_available + pages.num_idle) * pages.page_size
         for update in driver.take_updates():
             self._send(driver, update)
 

@@ -114,7 +114,8 @@ class EngineLoop(Generic[EngineT]):
     The engine is built where it runs, on the loop's thread (some of what GPUs need belongs to a thread). The
     constructor waits for it and raises what that raises; an interrupt meanwhile gives the loading up.
 
-    Callbacks, all on the loop's thread; none may block. deliver: given the driver whenever there may be news. planned:
+    Callbacks, all on the loop's thread, where steps (of tiers that list their files) may run before the constructor has
+    returned; none may block. deliver: given the driver whenever there may be news. planned:
     given each step before it runs. ended: called once, when nothing more will come. progress: called while the engine
     is built. has_traces: whether news have traces.
     """

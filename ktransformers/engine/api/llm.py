@@ -368,9 +368,10 @@ def prompt_reader(engine: Engine, seed: int | None) -> PromptReader:
 
 
 def describe_batches(batches: BatchLoop[Engine]) -> str:
-    """Describe a model that answers many prompts at once in one line."""
+    """Describe a loaded model, its cache and how many prompts it answers at once in one line."""
     config = batches.config
-    return f"{batches.description}, {config.total_len} tokens of cache, {config.max_running} prompts at once"
+    at_once = "one prompt at a time" if config.max_running == 1 else f"{config.max_running} prompts at once"
+    return f"{batches.description}, {config.total_len} tokens of cache, {at_once}"
 
 
 def _check_all(batches: BatchLoop[Engine], each: Sequence[tuple[list[int], SamplingParams]]) -> None:

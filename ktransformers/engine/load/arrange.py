@@ -14,6 +14,7 @@ from ktransformers.engine.parallel.pipeline.stage_io_check import check_stage_io
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.layout import StepLayout, move_into
 from ktransformers.engine.step.runner import ModelRunner
+from ktransformers.engine.verify.checked_model import CheckedModel
 from ktransformers.engine.verify.self_check import check_model, is_checked
 from ktransformers.engine.verify.stack_check import StackCheck
 from ktransformers.errors import KTransformersError, UnsupportedError
@@ -79,15 +80,16 @@ def arrange_layers(loaded: Arrangeable) -> None:
         stack_gpu_layers(opened.model, layer_devices, move_into, calls)
         hand_contexts_to_recurrent(opened.model, plan)
         return
+    checked = CheckedModel(opened.model, shapes, pool, loaded.layout)
     if is_on_cpu:
         fuse_layers(opened.model, shapes, pool, calls)
     if opened.config.pipeline == 1:
-        check_model(opened, plan, shapes, pool, loaded.layout, calls, loaded.longest)
+        check_model(opened, plan, checked, calls, loaded.longest)
     if is_on_cpu:  # stacks stand in for layers, which the check wants to see
         stack_cpu_layers(opened.model, shapes, pool, calls)
     else:
         layer_devices = {layer_device.key: plan.devices[layer_device.device] for layer_device in plan.layer_devices}
-        stacks = StackCheck(opened.model, shapes, pool, loaded.layout, opened.facts.vocab_size)
+        stacks = StackCheck(checked, opened.facts.vocab_size)
         if is_checked(opened):
             stacks.begin()
         stack_gpu_layers(opened.model, layer_devices, move_into, calls)

@@ -24,8 +24,8 @@ from ktransformers.models.layers import number_mixers
 from ktransformers.models.registry import OTHER_NAMES
 from ktransformers.operators.attention.compressed import KCompressedAttention
 from ktransformers.operators.attention.gqa import ATTENTION_NAME, register_attention
+from ktransformers.operators.attention.indexer import KIndexer
 from ktransformers.operators.attention.mla import KMLAAttention
-from ktransformers.operators.attention.sparse_indexer import SparseIndexer
 from ktransformers.operators.device import CPU, Device
 from ktransformers.operators.recurrent.base import RecurrentOperator
 from ktransformers.system.file_kinds import why_not_json
@@ -249,7 +249,7 @@ def cache_shapes(
             if layer_idx < facts.num_layers and facts.layers[layer_idx].kind is LayerKind.CHUNKED:
                 shapes[layer_idx] = replace(shapes[layer_idx], chunk=facts.layers[layer_idx].window or 0)
         indexer = operators.get(f"{key}.indexer")
-        if isinstance(indexer, SparseIndexer):
+        if isinstance(indexer, KIndexer):
             shapes[layer_idx] = replace(shapes[layer_idx], index_dim=indexer.index_dim, index_pool=indexer.index_pool)
     _add_states(shapes, facts, operators)
     if sorted(shapes) != list(range(facts.num_layers)):

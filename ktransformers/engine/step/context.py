@@ -96,10 +96,15 @@ def _one_row(
     cache: PagedCache, pool: WorkerPool, row: ScheduledSequence, pages: npt.NDArray[np.int32]
 ) -> tuple[torch.Tensor, ForwardContext]:
     """`paged_context` of one sequence's step: what every token of a chat waits for."""
-    _check_pages(cache, pages)
-    size, count = cache.page_size, row.num_tokens
-    places = np.arange(row.start, row.start + count)
-    slots = pages[places // size].astype(np.int64) * size + places % size
+    size, start, count = cache.page_size, row.start, row.num_tokens
+    if row.block_table:
+        _check_pages(cache, pages)
+    if count == 1:
+        places = np.array([start])
+        slots = np.array([int(pages[start // size]) * size + start % size])
+    else:
+        places = np.arange(start, start + count)
+        slots = pages[places // size].astype(np.int64) * size + places % size
     kv_lens, states = torch.from_numpy((places + 1).astype(np.int32)), None
     if cache.states is not None:
         one = StepStateSlots(row.read_slot, row.write_slot, row.saves)
@@ -112,7 +117,7 @@ def _one_row(
         slot_mapping=torch.from_numpy(slots),
         seq_ids=torch.zeros(count, dtype=torch.int32),
         kv_lens=kv_lens,
-        block_table=torch.from_numpy(pages[None].copy()),  # the run goes on writing to its own
+        block_table=torch.from_numpy(pages[None]),  # grows at its end only
         states=states,
     )
     return torch.from_numpy(places), context

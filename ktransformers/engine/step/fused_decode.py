@@ -22,12 +22,12 @@ from ktransformers.cache.paged import LayerShape
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.attention.rope import KRotaryEmbedding
 from ktransformers.operators.context import ForwardContext
-from ktransformers.operators.exact import NativeMathMode
 from ktransformers.operators.layers.native_stack import NativeStack
-from ktransformers.operators.layers.traced import PROBE_ROWS, layer_list, probe_context
+from ktransformers.operators.layers.traced import PROBE_ROWS, layer_list, probe_context, probe_logits
 from ktransformers.operators.linear.embedding import KEmbedding
 from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.operators.norm import KRMSNorm
+from ktransformers.operators.recorder import is_watched
 
 __all__ = ["FusedDecode", "find_fused_decode"]
 
@@ -40,7 +40,7 @@ _KINDS = (KEmbedding, KRotaryEmbedding, KRMSNorm)
 class FusedDecode:
     """A step on the CPU that calls the native layers directly, without the model's own Python forward.
 
-    watched: modules whose forward it skips; while one of them has hooks, the model's own forward runs instead.
+    watched: modules whose forward it skips; while one of them is watched, the model's own forward runs instead.
     """
 
     embedding: nn.Module
@@ -52,8 +52,8 @@ class FusedDecode:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether no hook watches what the model's own code does."""
-        return not any(module._forward_hooks or module._forward_pre_hooks for module in self.watched)
+        """Whether nothing watches what the model's own code does."""
+        return not any(map(is_watched, self.watched))
 
     @property
     def vocab_size(self) -> int:
@@ -88,14 +88,7 @@ def find_fused_decode(model: Any, shapes: list[LayerShape], pool: WorkerPool, lo
         except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
             logger.debug("the model keeps its own forward: %s", error)
             return None
-        with NativeMathMode(pool):
-            want = model(
-                input_ids=ids[None],
-                position_ids=positions[None],
-                use_cache=False,
-                logits_to_keep=kept,
-                forward_context=probe_context(shapes, pool, PROBE_ROWS),
-            ).logits[0]
+        want = probe_logits(model, probe_context(shapes, pool, PROBE_ROWS), ids, positions, kept)
         if not torch.equal(got, want):
             logger.debug("the model keeps its own forward, which computes something else")
             return None

@@ -17,9 +17,9 @@ from ktransformers.engine.step.expert_streaming import PrefillStream
 from ktransformers.engine.step.layout import StepLayout
 from ktransformers.operators.attention.compressed import KCompressedAttention
 from ktransformers.operators.attention.flash import FlashLayer
+from ktransformers.operators.attention.indexer import KIndexer
 from ktransformers.operators.attention.latent_materialization import MaterializationPolicy
 from ktransformers.operators.attention.mla import KMLAAttention
-from ktransformers.operators.attention.sparse_indexer import SparseIndexer
 from ktransformers.operators.device import STREAM_ROWS
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.optimize.plan import Plan
@@ -47,7 +47,7 @@ def choices_of(plan: Plan) -> tuple[MaterializationPolicy, ...]:
 def _why_none(plan: Plan, flash: Iterable[FlashLayer]) -> str | None:
     """Why no step of several rows a sequence can be replayed; None where nothing is known to speak against it."""
     for operator in plan.operators.values():
-        if isinstance(operator, KCompressedAttention) or (isinstance(operator, SparseIndexer) and operator.is_used):
+        if isinstance(operator, KCompressedAttention) or (isinstance(operator, KIndexer) and operator.is_used):
             return "sparse attention would choose among as many positions as the longest sequence may have"
     if any(layer.is_required for layer in flash):
         return "--attention_backend flashinfer, which plans each step on the host"

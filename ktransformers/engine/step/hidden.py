@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from ktransformers.core import EmbeddingForm, Pooling
 from ktransformers.engine.damage.errors import NotFiniteError
 from ktransformers.errors import ConfigError, UnsupportedError, reason_of
+from ktransformers.operators.recorder import fp32_copy, intercepted
 
 __all__ = ["HiddenStatesHook", "Pooled", "embedding_form"]
 
@@ -55,16 +56,17 @@ class HiddenStatesHook:
             raise UnsupportedError("this model shows no hidden states: it makes no embeddings")
         seen: list[torch.Tensor] = []
 
-        def note(module: Any, inputs: Any, output: Any) -> None:
-            seen.append(output.last_hidden_state[0].detach().to("cpu", torch.float32))
+        def run(key: None, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            seen.append(fp32_copy(output.last_hidden_state[0]))
+            return output
 
-        hook = base.register_forward_hook(note)
         self.is_open = True
         try:
-            yield seen
+            with intercepted([(None, base)], run):
+                yield seen
         finally:
             self.is_open = False
-            hook.remove()
 
 
 class Pooled:

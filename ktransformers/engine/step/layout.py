@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ktransformers.errors import UnsupportedError
-from ktransformers.operators.attention.pooled_indexer import KPooledIndexer
+from ktransformers.operators.attention.indexer import KPooledIndexer
 from ktransformers.operators.base import Operator
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import Device, StepFollower, distinct

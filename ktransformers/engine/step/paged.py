@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -199,10 +199,10 @@ class PagedExecutor:
         for start in plan.starts:
             self._runs[start.run_id] = self._started(start)
         rows, kept = plan.rows, self._kept(plan.rows)
-        token_ids = np.fromiter(self._token_ids(rows), dtype=np.int64, count=sum(row.num_tokens for row in rows))
+        token_ids = np.array(self._token_ids(rows), dtype=np.int64)
         tables = [self._runs[row.run_id].pages(row) for row in rows]
         positions, context = paged_context(self._cache, self._pool, rows, tables)
-        keep = torch.tensor(kept.rows, dtype=torch.int64)
+        keep = torch.from_numpy(np.array(kept.rows, dtype=np.int64))
         return StepInputs(kept, torch.from_numpy(token_ids), positions, context, keep)
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -333,12 +333,16 @@ class PagedExecutor:
         """What a row's error says, with the tensor that is damaged where one may be."""
         return str(error.with_damage(self.find_damage()) if isinstance(error, NotFiniteError) else error)
 
-    def _token_ids(self, rows: Sequence[ScheduledSequence]) -> Iterator[int]:
+    def _token_ids(self, rows: Sequence[ScheduledSequence]) -> Sequence[int]:
+        if len(rows) == 1 and rows[0].token_source is None:
+            return rows[0].token_ids
+        found: list[int] = []
         for row in rows:
             if row.token_source is None:
-                yield from row.token_ids
+                found += row.token_ids
             else:
-                yield self._previous[row.token_source]
+                found.append(self._previous[row.token_source])
+        return found
 
     def _sample(self, rows: Sequence[ScheduledSequence], logits: StepLogits) -> list[RowResult]:
         """One result per sampled row, in order. logits: of the sampled rows."""

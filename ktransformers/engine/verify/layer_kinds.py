@@ -20,16 +20,17 @@ from torch import nn
 from ktransformers.cache.paged import LayerShape
 from ktransformers.operators.layers.gpu import LayerStack
 from ktransformers.operators.layers.traced import layer_list
+from ktransformers.operators.recorder import replaced_forwards
 from ktransformers.optimize.plan import Plan
 
-__all__ = ["layer_kinds", "one_of_each"]
+__all__ = ["layer_kinds", "made_of", "one_of_each"]
 
 logger = logging.getLogger(__name__)
 
 _PLACES = frozenset({"layer", "layer_idx", "layer_number", "layer_id", "_layer", "number", "key", "config"})
 """Attributes by which a layer's modules know which one they are, and the model's own."""
 _PLAIN = (bool, int, float, str, enum.Enum, torch.dtype, torch.device, type(None))
-_DEPTH = 3
+_DEPTH = 4  # of an operator's attribute: to the matrices of experts, in one of its paths
 _FIRST = -1  # stands before the first layer of all, or of a stack
 
 _Numbers: TypeAlias = object  # of a module, nested tuples
@@ -47,7 +48,7 @@ def layer_kinds(model: nn.Module, plan: Plan, shapes: Sequence[LayerShape]) -> l
         return []
     known: dict[Any, int] = {}
     return [
-        known.setdefault((_planned(plan, layer_device.key), _kept(shape), _made_of(layer)), len(known))
+        known.setdefault((_planned(plan, layer_device.key), _kept(shape), made_of(layer)), len(known))
         for layer_device, shape, layer in zip(plan.layer_devices, shapes, layers, strict=True)
     ]
 
@@ -84,8 +85,14 @@ def _kept(shape: LayerShape) -> str:
     return repr(shape if shape.shares is None else replace(shape, shares=0))
 
 
-def _made_of(layer: nn.Module) -> tuple[_Numbers, ...]:
-    return tuple((name, type(module), _numbers(module)) for name, module in layer.named_modules())
+def made_of(layer: nn.Module) -> tuple[_Numbers, ...]:
+    """Return what layers that compute the same, of whatever weights, have in common: modules, shapes and settings."""
+    return tuple((name, _name_of(type(module)), _numbers(module)) for name, module in layer.named_modules())
+
+
+def _name_of(kind: type) -> str:
+    """Adapters of experts are classes made anew for each module, which are the same by name."""
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _numbers(module: nn.Module) -> _Numbers:
@@ -120,17 +127,11 @@ def one_of_each(model: nn.Module, kinds: Sequence[int]) -> Iterator[list[int]]:
         yield list(range(0 if layers is None else len(layers)))
         return
     chooser = _Chooser(kinds)
-    replaced: list[nn.Module] = []
-    try:
-        for index, layer in enumerate(layers):
-            if index >= chooser.done:  # others were found in a stack
-                layer.forward = chooser.stand_in(layer)
-                replaced.append(layer)
-        logger.debug("a warm-up runs layers %s of %d", ", ".join(map(str, chooser.run)), len(kinds))
+    # A stack of layers stands where the first of them stood, and nothing that runs where the others did.
+    stand_ins = [(layer, chooser.stand_in(layer)) for index, layer in enumerate(layers) if index >= chooser.done]
+    logger.debug("a warm-up runs layers %s of %d", ", ".join(map(str, chooser.run)), len(kinds))
+    with replaced_forwards(stand_ins):
         yield chooser.run
-    finally:
-        for layer in replaced:
-            del layer.forward
 
 
 class _Chooser:

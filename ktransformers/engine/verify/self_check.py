@@ -25,22 +25,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from ktransformers.cache.paged import LayerShape
-from ktransformers.cache.static import StaticCache
 from ktransformers.engine.model.opened import OpenedModel
-from ktransformers.engine.step.context import static_context
-from ktransformers.engine.step.forward import ForwardPass
-from ktransformers.engine.step.layout import StepLayout
-from ktransformers.engine.step.runner import ModelRunner
-from ktransformers.engine.verify.hooks import LayerHooks, Trace, hooked, model_layers, recorded_calls
+from ktransformers.engine.verify.checked_model import CheckedModel
+from ktransformers.engine.verify.layer_kinds import made_of
+from ktransformers.engine.verify.layer_pass import LayerPass, Trace, model_layers
 from ktransformers.engine.verify.reference_module import StoredWeights, build_reference_model, routed_experts
 from ktransformers.errors import KTransformersError, UnsupportedError
-from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.registry import is_tested
 from ktransformers.operators.attention.rope import settle_rotations
+from ktransformers.operators.comparison import MEDIAN, Measure, Tolerance, difference, quantile
 from ktransformers.operators.layers.cpu import FusedLayer
 from ktransformers.operators.layers.traced import LayerCall, layer_list
+from ktransformers.operators.recorder import Call, fp32_copy, intercepted, recorded_calls, tensors_in
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.tied import TiedSource
 
@@ -84,9 +81,7 @@ def is_checked(opened: OpenedModel) -> bool:
 def check_model(
     opened: OpenedModel,
     plan: Plan,
-    shapes: list[LayerShape],
-    pool: WorkerPool,
-    layout: StepLayout,
+    ours: CheckedModel,
     calls: Sequence[LayerCall],
     max_len: int,
 ) -> None:
@@ -98,7 +93,6 @@ def check_model(
     if not is_checked(opened):
         return
     started, kind = time.monotonic(), opened.facts.model_type
-    ours = _Ours(opened.model, shapes, pool, layout)
     try:
         check = _Check(opened, plan, ours, _num_rows(opened.facts, calls, max_len), max_len)
         found = check.run()
@@ -127,41 +121,6 @@ def _num_rows(facts: ModelFacts, calls: Sequence[LayerCall], max_len: int) -> in
     return max(min(max(window + _BEYOND, _LEAST_ROWS), max_len), 2)
 
 
-# -- the two sides
-
-
-@dataclass(slots=True)
-class _Ours:
-    """The loaded model over a cache of its own."""
-
-    model: Any
-    shapes: list[LayerShape]
-    pool: WorkerPool
-    layout: StepLayout
-
-    def step(
-        self, ids: torch.Tensor, cuts: Sequence[int], hooks: Callable[[slice], LayerHooks], num_logits: int
-    ) -> Trace:
-        """The tokens in steps that end at `cuts`; logits of the last rows."""
-        runner = ModelRunner(ForwardPass(self.model, self.pool, self.layout, announce=False))
-        cache, joined, start = StaticCache([shape.unrounded() for shape in self.shapes], len(ids)), None, 0
-        layers = model_layers(self.model)
-        for end in cuts:
-            hook, count = hooks(slice(start, end)), end - start
-            keep = torch.arange(max(count - num_logits, 0), count)
-            context = static_context(cache, self.pool, start, count)
-            with hooked(layers, hook):
-                logits = runner.step(ids[start:end], torch.arange(start, end), context, keep)
-            hook.trace.logits = logits.float().clone()
-            joined = hook.trace if joined is None else joined.followed_by(hook.trace)
-            start = end
-        assert joined is not None
-        return joined
-
-
-# -- the comparison
-
-
 @dataclass(frozen=True, slots=True)
 class _Place:
     """Hidden states or logits that are compared. base: what a layer was given; rounded: with rounding in the reference
@@ -176,28 +135,11 @@ class _Place:
     index: int | None = None
 
 
-def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """What layers that compute the same have in common: modules, shapes and settings."""
-    return tuple(
-        (
-            name,
-            type(module).__qualname__,
-            tuple((key, tuple(value.shape)) for key, value in module._parameters.items() if value is not None),
-            tuple(
-                (key, value)
-                for key, value in sorted(vars(module).items())
-                if isinstance(value, bool | int | float | str | None) and "layer_i" not in key
-            ),
-        )
-        for name, module in layer.named_modules()
-    )
-
-
 def _selected(layers: Sequence[nn.Module], work: Callable[[int], int]) -> frozenset[int]:
     """The first layer of each kind and, as long as they are few and quick, the last. work: of a layer, in products."""
-    kinds: dict[tuple[Any, ...], list[int]] = {}
+    kinds: dict[tuple[object, ...], list[int]] = {}
     for index, layer in enumerate(layers):
-        kinds.setdefault(_kind(layer), []).append(index)
+        kinds.setdefault(made_of(layer), []).append(index)
     chosen = [found[0] for found in kinds.values()][:_MOST_LAYERS]
     left = _MOST_WORK - sum(map(work, chosen))
     for index in [found[-1] for found in kinds.values()][: _MOST_LAYERS - len(chosen)]:
@@ -222,7 +164,7 @@ def _feed_forward_parts(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 class _Check:
     """One model's comparison."""
 
-    def __init__(self, opened: OpenedModel, plan: Plan, ours: _Ours, num_rows: int, max_len: int):
+    def __init__(self, opened: OpenedModel, plan: Plan, ours: CheckedModel, num_rows: int, max_len: int):
         self.ours, self.plan = ours, plan
         config = opened.hf_config
         generator = torch.Generator().manual_seed(11)
@@ -244,12 +186,12 @@ class _Check:
     def run(self) -> str | None:
         """Say in words what differs; None when nothing does."""
         try:
-            exact = self._twin(self.selected, None, is_rounded=False)
+            exact = self._reference_pass(self.selected, None, is_rounded=False)
         except _ReferenceFails:  # layers that take something from each other
             logger.debug("self check: layers alone cannot be computed", exc_info=True)
             self.selected = frozenset(range(len(self.layers)))
-            exact = self._twin(self.selected, None, is_rounded=False)
-        rounded = self._twin(self.selected, exact, is_rounded=True) if self.weights.rounds else None
+            exact = self._reference_pass(self.selected, None, is_rounded=False)
+        rounded = self._reference_pass(self.selected, exact, is_rounded=True) if self.weights.rounds else None
         num_rows = len(self.ids)
         runs = [(num_rows,), (num_rows - max(num_rows // 3, 1), num_rows)]
         if self.last_rows:  # one run has to do: most rows, more than a window, then some behind them
@@ -257,9 +199,7 @@ class _Check:
         for cuts in runs:
             how = "" if len(cuts) == 1 else ", in two chunks"
             try:
-                got = self.ours.step(
-                    self.ids, cuts, lambda rows: LayerHooks(self.selected, exact, rows), self._num_logits
-                )
+                got = self._computed(cuts, exact)
             except (*_FAILURES, KTransformersError) as error:
                 logger.debug("self check: a step fails", exc_info=True)
                 return f"a step of {num_rows} tokens{how} fails with {type(error).__name__}: {_first_line(error)}"
@@ -279,21 +219,35 @@ class _Check:
         most = _BEYOND // 2 if self.last_rows else _BEYOND
         return max(min(most, len(self.ids) // 3), 1)
 
-    def _twin(self, selected: frozenset[int], given: Trace | None, *, is_rounded: bool) -> Trace:
+    def _reference_pass(self, selected: frozenset[int], given: Trace | None, *, is_rounded: bool) -> Trace:
         """One pass of the reference module. Raises _ReferenceFails."""
-        hooks = LayerHooks(selected, given)
+        layers = LayerPass(selected, given)
         self.weights.is_rounded = is_rounded
         num_rows = len(self.ids)
         keep = torch.arange(num_rows - self._num_logits, num_rows)
         try:
-            with self.weights, hooked(self.layers, hooks):
+            with self.weights, intercepted(enumerate(self.layers), layers.run):
                 output = self.reference(input_ids=self.ids[None], use_cache=False, logits_to_keep=keep)
         except (*_FAILURES, KTransformersError) as error:
             raise _failed(error) from error
-        hooks.trace.logits = output.logits[0].float().clone()
-        if not all(bool(out.isfinite().all()) for out in hooks.trace.outputs.values()):
+        layers.trace.logits = output.logits[0].float().clone()
+        if not all(bool(out.isfinite().all()) for out in layers.trace.outputs.values()):
             raise _ReferenceFails("its hidden states are not finite")
-        return hooks.trace
+        return layers.trace
+
+    def _computed(self, cuts: Sequence[int], given: Trace) -> Trace:
+        """The tokens in steps of our operators that end at `cuts`; logits of the last rows."""
+        cache, joined, start = self.ours.cache(len(self.ids)), None, 0
+        for end in cuts:
+            layers = LayerPass(self.selected, given, slice(start, end))
+            keep = torch.arange(max(end - start - self._num_logits, 0), end - start)
+            with intercepted(enumerate(model_layers(self.ours.model)), layers.run):
+                logits = self.ours.step(self.ids[start:end], cache, start, keep)
+            layers.trace.logits = logits.float().clone()
+            joined = layers.trace if joined is None else joined.followed_by(layers.trace)
+            start = end
+        assert joined is not None
+        return joined
 
     def _limit_experts(self) -> dict[str, int]:
         """Let experts that are many and large see the last rows alone; how many, by the name of the module."""
@@ -357,64 +311,70 @@ class _Check:
 
     def _culprit(self, index: int, exact: Trace) -> str:
         """The innermost module of a layer that turns the same into something else."""
-        ours, rows = model_layers(self.ours.model)[index], slice(0, len(self.ids))
+        ours = model_layers(self.ours.model)[index]
         if isinstance(ours, FusedLayer):
             layers = layer_list(self.ours.model)
             assert layers is not None
             layers[index] = ours.inner
-        with recorded_calls(self.layers[index]) as wanted:
-            self._twin(self.selected, exact, is_rounded=False)
-        with recorded_calls(model_layers(self.ours.model)[index]) as got:
-            self.ours.step(
-                self.ids, (rows.stop,), lambda rows: LayerHooks(self.selected, exact, rows), self._num_logits
-            )
+        with recorded_calls(_parts(self.layers[index])) as wanted:
+            self._reference_pass(self.selected, exact, is_rounded=False)
+        with recorded_calls(_parts(model_layers(self.ours.model)[index])) as calls:
+            self._computed((len(self.ids),), exact)
+        got = {call.key: call for call in calls}
         key = next(name for name, module in self.reference.named_modules() if module is self.layers[index])
         near, last = 0.1 if self.is_rough or self.weights.rounds else 1e-3, self._rows_of(index)
-        for name, want in wanted.items():
-            if (
-                name in got
-                and _is_near(got[name].taken, want.taken, near, last)
-                and not _is_near(got[name].given, want.given, near, last)
-            ):
-                return f"{key}.{name} ({type(self.layers[index].get_submodule(name)).__name__})"
+        for want in {call.key: call for call in wanted}.values():
+            ours_of = got.get(want.key)
+            if ours_of is not None and _is_culprit(ours_of, want, near, last):
+                return f"{key}.{want.key} ({type(self.layers[index].get_submodule(want.key)).__name__})"
         return f"{key} ({type(self.layers[index]).__name__})"
 
     def _off(self, place: _Place) -> str | None:
         """By how much, in words; None when it is near enough."""
-        change = place.want if place.base is None else place.want - place.base
-        size = change.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
         bits = 2.0**-8 if self.is_rough else 2.0**-22  # of the type in which changes are added up
-        allowed = (_FLOOR_BF16 if self.is_rough else _FLOOR) + _MARGIN * bits * place.want.norm(dim=-1) / size
-        if place.rounded is not None:
-            allowed = allowed + _MARGIN * (place.rounded - place.want).norm(dim=-1) / size
-        error, rows = (place.ours - place.want).norm(dim=-1) / size, self._rows_of(place.index)
-        error, allowed = (_by_row(part)[-rows:] for part in (error, allowed))
-        for measure in self._measures():
-            value, most = float(measure(error)), float(measure(allowed))
-            if not value <= most:  # NaN too
-                return f"off by {value:.2g}, of which rounding explains {most:.2g}"
-        return None
+        return difference(
+            place.ours,
+            place.want,
+            Tolerance(_FLOOR_BF16 if self.is_rough else _FLOOR, bits, _MARGIN),
+            given=place.base,
+            rounded=place.rounded,
+            last=self._rows_of(place.index),
+            measures=self._measures(),
+        )
 
-    def _measures(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    def _measures(self) -> list[Measure]:
         """Rows that are sent to other experts for a difference in the last bit are few."""
-        yield torch.median
-        yield lambda rows: torch.median(rows[-_BEYOND:])
-        yield lambda rows: torch.quantile(rows, 0.9)
-        if not routed_experts(self.reference):
-            yield torch.max
+        largest = [] if routed_experts(self.reference) else [torch.max]
+        return [MEDIAN, lambda rows: torch.median(rows[-_BEYOND:]), quantile(0.9), *largest]
 
 
-def _by_row(values: torch.Tensor) -> torch.Tensor:
-    """The largest of every row: values [..., T]."""
-    return values.reshape(-1, values.shape[-1]).amax(0)
+def _parts(layer: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules inside `layer` by name. An operator that stands in for a module has the module's name."""
+    named = (
+        (".".join(part for part in name.split(".") if part != "inner"), part) for name, part in layer.named_modules()
+    )
+    return [(name, part) for name, part in named if name]
+
+
+def _is_culprit(got: Call, want: Call, near: float, last: int) -> bool:
+    """Whether a module was given the same as the reference's, and made something else of it."""
+    sides = [[_first_floats(call.args, call.kwargs), _first_floats(call.output)] for call in (got, want)]
+    (given, output), (want_given, want_output) = sides
+    if given is None or output is None or want_given is None or want_output is None:
+        return False
+    return _is_near(given, want_given, near, last) and not _is_near(output, want_output, near, last)
+
+
+def _first_floats(*values: Any) -> torch.Tensor | None:
+    return next((fp32_copy(part) for part in tensors_in(values) if part.is_floating_point()), None)
 
 
 def _is_near(got: torch.Tensor, want: torch.Tensor, near: float, last: int) -> bool:
     """In most of the last rows; 0: of all. Operators may take rows in other shapes than modules do."""
     if got.numel() != want.numel() or got.shape[-1] != want.shape[-1]:
         return got.numel() == want.numel()  # laid out anew: cannot be told
-    error, size = ((part.reshape(-1, want.shape[-1])).norm(dim=-1) for part in (got.reshape(want.shape) - want, want))
-    return bool((error / size.clamp_min(torch.finfo(torch.float32).tiny))[-last:].quantile(0.9) <= near)
+    rows, wanted = (part.reshape(-1, want.shape[-1]) for part in (got, want))
+    return difference(rows, wanted, Tolerance(near), last=last, measures=[quantile(0.9)]) is None
 
 
 def _see_last_rows(module: nn.Module, count: int) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import torch
 from torch import Tensor
 
@@ -11,10 +9,7 @@ from ktransformers.kernels.cpu.base import WorkerPool
 from ktransformers.kernels.extension import extension
 from ktransformers.kernels.untraced import untraced
 
-__all__ = ["KvScales", "check_cache", "check_scales", "kv_type", "write_kv"]
-
-KvScales: TypeAlias = tuple[Tensor | None, Tensor | None]
-"""Of keys, fp32 [slots, Hkv, parts], and of values, [slots, Hkv, 1]; None where what is kept are no codes."""
+__all__ = ["check_cache", "check_scales", "kv_type", "write_kv"]
 
 _NUMBERS = extension.kv_types()
 _KV_TYPES = {

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ktransformers.kernels.attention_call import KvScales
 from ktransformers.kernels.cpu.base import WorkerPool, check_tensor, check_weight, layout_of
-from ktransformers.kernels.cpu.kv import KvScales, check_scales, kv_type
+from ktransformers.kernels.cpu.kv import check_scales, kv_type
 from ktransformers.kernels.cpu.moe import MoeKernel
 from ktransformers.kernels.cpu.recurrent import GATES, native_step
 from ktransformers.kernels.cpu.router import RouterSpec

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ktransformers.kernels.attention_call import AttentionCall, KvScales
 from ktransformers.kernels.cpu.base import WorkerPool, check_tensor, output
-from ktransformers.kernels.cpu.kv import KvScales, check_cache, check_scales, kv_type
+from ktransformers.kernels.cpu.kv import check_cache, check_scales, kv_type
 from ktransformers.kernels.extension import extension
 from ktransformers.kernels.untraced import untraced
 
@@ -41,11 +42,12 @@ def _check_both_scales(scales: KvScales, k_cache: Tensor, v_cache: Tensor) -> tu
     return *of_keys, *of_values[:3]
 
 
-def _check_options(page_size: int, window: int, softcap: float, sinks: Tensor | None, num_heads: int) -> None:
+def _check_options(call: AttentionCall, num_heads: int) -> None:
+    page_size, window, softcap = call.pages.page_size, call.window, call.softcap
     if page_size < 1 or window < 0 or softcap < 0:
         raise ValueError(f"page_size {page_size} must be >= 1, window {window} and softcap {softcap} >= 0")
-    if sinks is not None:
-        check_tensor("sinks", sinks, (num_heads,))
+    if call.sinks is not None:
+        check_tensor("sinks", call.sinks, (num_heads,))
 
 
 def row_numbers(name: str, values: Tensor, num_rows: int) -> Tensor:
@@ -60,49 +62,25 @@ def row_numbers(name: str, values: Tensor, num_rows: int) -> Tensor:
 
 
 @untraced
-def attention(  # noqa: PLR0913 - what a call of the kernel takes; the rest is by keyword
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    page_size: int,
-    seq_ids: Tensor,
-    kv_lens: Tensor,
-    scale: float,
-    pool: WorkerPool,
-    *,
-    window: int = 0,
-    is_chunked: bool = False,
-    sinks: Tensor | None = None,
-    softcap: float = 0.0,
-    scales: KvScales = (None, None),
-    bf16_products: bool = False,
-    out: Tensor | None = None,
+def attention(
+    call: AttentionCall, pool: WorkerPool, *, bf16_products: bool = False, out: Tensor | None = None
 ) -> Tensor:
-    """Compute causal attention of T flattened rows over a paged cache; returns [T, Hq, Dv].
+    """Compute a call of attention on the CPU; returns [T, Hq, Dv], `out` where it is given.
 
-    q: [T, Hq, Dk]. k_cache: [slots, Hkv, Dk], v_cache: [slots, Hkv, Dv], any slot and head strides, the last dimension
-    contiguous; v_cache may be a view of k_cache (MLA: Hkv = 1). Query head h reads KV head h // (Hq / Hkv).
-    block_table: int32 [num_seqs, max_pages]; position p of sequence s is in slot
-    block_table[s, p // page_size] * page_size + p % page_size. seq_ids: int32 or int64 [T].
-    kv_lens: int32 or int64 [T]: row t sees positions 0 .. kv_lens[t] - 1 (its own included), with window > 0 only the
-    last `window` of them, or, is_chunked, those from the last multiple of `window` up to its own; a row that sees
-    nothing gives zeros. sinks: fp32 [Hq], a virtual logit per head (gpt_oss).
-    softcap > 0: scores become softcap * tanh(score / softcap) (gemma2).
-    Both caches are fp32, bf16, or codes, int8 or e4m3, with scales: of keys [slots, Hkv, 1], or [slots, Hkv, 2] where
-    their first Dv dimensions have the first one (MLA), of values [slots, Hkv, 1].
+    Queries are fp32; both caches are fp32, bf16, or codes, int8 or e4m3, with scales.
     bf16_products, of caches in bf16: queries and probabilities are rounded to it and products are of bf16, with sums in
     fp32; see csrc/kernels/attention/bf16.inl.
     Raises ValueError for products of bf16 of other caches or of more than MAX_BF16_DIMS dimensions of a key, and
     when a page that a row sees lies outside the cache or the table.
     """
+    q, k_cache, v_cache, pages, sinks = call.q, call.k_cache, call.v_cache, call.pages, call.sinks
     sizes = num_rows, num_heads, _, _, dim_v, _ = _check_heads(q, k_cache, v_cache)
-    check_tensor("block_table", block_table, (None, None), torch.int32)
-    _check_options(page_size, window, softcap, sinks, num_heads)
-    seqs, lens = row_numbers("seq_ids", seq_ids, num_rows), row_numbers("kv_lens", kv_lens, num_rows)
-    both_scales = _check_both_scales(scales, k_cache, v_cache)
+    table = pages.block_table
+    check_tensor("block_table", table, (None, None), torch.int32)
+    _check_options(call, num_heads)
+    seqs, lens = row_numbers("seq_ids", pages.seq_ids, num_rows), row_numbers("kv_lens", pages.kv_lens, num_rows)
+    both_scales = _check_both_scales(call.scales, k_cache, v_cache)
     result = output(out, (num_rows, num_heads, dim_v), q)
-    rule = float(scale), float(softcap), window, is_chunked, 0 if sinks is None else sinks.data_ptr(), bf16_products
     extension.attention(
         pool.handle,
         q.data_ptr(),
@@ -113,10 +91,15 @@ def attention(  # noqa: PLR0913 - what a call of the kernel takes; the rest is b
         result.data_ptr(),
         sizes,
         (q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1)),
-        block_table.data_ptr(),
-        (block_table.shape[0], block_table.shape[1], block_table.stride(0), page_size),
+        table.data_ptr(),
+        (table.shape[0], table.shape[1], table.stride(0), pages.page_size),
         seqs.data_ptr(),
         lens.data_ptr(),
-        *rule,
+        float(call.scale),
+        float(call.softcap),
+        call.window,
+        call.is_chunked,
+        0 if sinks is None else sinks.data_ptr(),
+        bf16_products,
     )
     return result

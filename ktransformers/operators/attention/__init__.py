@@ -5,7 +5,7 @@
 - Latent (`mla.py`, `latent_*.py`): caches the latent and absorbs the up-projections; on a GPU
   `latent_materialization.py` chooses, once a step, which sequences have their keys expanded instead.
 - Compressed (`compressed.py` draws the row of the cache, `compressed_gpu.py` attends): DeepSeek-V4.
-- Chosen positions (`indexer.py`, `block_indexer.py`, `pooled_indexer.py`): the choice is a block table for pages of one
+- Chosen positions (`indexer.py`, `index_inputs.py`): the choice is a block table for pages of one
   position (`topk_positions.py`), so that the kernels of dense attention do sparse attention too.
 - `flash.py` attends by FlashInfer, planned once a step and shape; `rope.py` and `rotation.py` rotate.
 """

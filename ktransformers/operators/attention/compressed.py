@@ -28,8 +28,10 @@ from typing_extensions import override
 from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
+from ktransformers.kernels.attention_call import AttentionCall
 from ktransformers.kernels.types import RawTensor
 from ktransformers.operators.attention.compressed_gpu import CompressedSpec, GpuCompressed, Series
+from ktransformers.operators.attention.topk_positions import TopkPositions
 from ktransformers.operators.base import (
     OperatorConfig,
     OperatorRuntime,
@@ -362,16 +364,7 @@ class KCompressedAttention(WrapperOperator):
             ends = ((entry + 1) * self._compressor.rate - 1).minimum(rows.positions[:, None])
             table = torch.where(is_entry, rows.slots(ends) * units + 1, table)
         flat = keys.view(-1, 1, self.head_dim)
-        seqs = torch.arange(len(lens), dtype=torch.int32)
-        return cpu.attention(
-            query.contiguous(),
-            flat,
-            flat,
-            table.to(torch.int32).contiguous(),
-            1,
-            seqs,
-            lens.to(torch.int32),
-            float(inner.scaling),
-            self.config.require_pool(),
-            sinks=inner.sinks.detach(),
-        )
+        chosen = TopkPositions(table.to(torch.int32).contiguous(), lens.to(torch.int32))
+        sinks = inner.sinks.detach()
+        call = AttentionCall(query.contiguous(), flat, flat, chosen.pages, float(inner.scaling), sinks=sinks)
+        return cpu.attention(call, self.config.require_pool())

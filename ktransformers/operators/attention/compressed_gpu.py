@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ktransformers.errors import UnsupportedError
+from ktransformers.kernels.attention_call import AttentionCall, RowPages, TopkCall
 from ktransformers.kernels.triton.attention.compressed import (
-    CompressedPages,
     Entries,
     attended,
     keep_values,
@@ -26,6 +26,7 @@ from ktransformers.kernels.triton.attention.latent import MAX_LATENT_ROWS, expan
 from ktransformers.kernels.triton.attention.mla import mla_attention
 from ktransformers.kernels.triton.attention.topk_positions import select_topk_positions
 from ktransformers.operators.attention.rope import KRotaryEmbedding
+from ktransformers.operators.attention.topk_positions import TopkPositions
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import Device, use
 from ktransformers.operators.linear.joined import JoinedLinears
@@ -92,9 +93,7 @@ class Choosing:
     head_scale: float
     num_heads: int
 
-    def choose(
-        self, query: torch.Tensor, weights: torch.Tensor, cached: torch.Tensor, pages: CompressedPages
-    ) -> torch.Tensor:
+    def choose(self, query: torch.Tensor, weights: torch.Tensor, cached: torch.Tensor, pages: RowPages) -> torch.Tensor:
         """Choose the entries that rows see, int32 [T, K] in ascending order, as numbers of runs of `rate` slots.
 
         query: [T, heads, D], rotated, in the type of cached [slots, columns]. weights: fp32 [T, heads]. An entry lies
@@ -108,10 +107,8 @@ class Choosing:
             return torch.empty(len(query), 0, dtype=torch.int32, device=query.device)
         runs = cached[: len(cached) // rate * rate].view(-1, rate, cached.shape[1])
         keys = runs[:, rate - 1, first : first + self.entries.dim]
-        slots, _ = select_topk_positions(
-            query, weights, keys, pages.block_table, size // rate, pages.seq_ids, pages.kv_lens // rate,
-            self.scale, self.num_chosen,
-        )  # fmt: skip
+        of_runs = RowPages(pages.block_table, size // rate, pages.seq_ids, pages.kv_lens // rate)
+        slots, _ = select_topk_positions(TopkCall(query, weights, keys, of_runs, self.scale, self.num_chosen))
         return slots
 
 
@@ -129,7 +126,7 @@ class Attending:
     sinks: torch.Tensor
 
     def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, pages: CompressedPages, chosen: torch.Tensor | None
+        self, query: torch.Tensor, keys: torch.Tensor, pages: RowPages, chosen: torch.Tensor | None
     ) -> torch.Tensor:
         """Return results [T, H, D] of rotated queries [T, H, D] over keys [slots, 1, units D]."""
         rows, _, dim = query.shape
@@ -138,11 +135,12 @@ class Attending:
         step = max(_MAX_LISTED // width, 1)
         for first in range(0, rows, step):
             some = slice(first, first + step)
-            here = CompressedPages(pages.block_table, pages.page_size, pages.seq_ids[some], pages.kv_lens[some])
             which = None if chosen is None else chosen[some]
-            table, counts = attended(here, self.window, self.units, width, rate=self.rate, most=self.most, chosen=which)
-            seqs = torch.arange(len(counts), dtype=torch.int32, device=counts.device)
-            mla_attention(query[some], parts, dim, table, 1, seqs, counts, self.scale, sinks=self.sinks, out=out[some])
+            listed = TopkPositions(
+                *attended(pages.of(some), self.window, self.units, width, rate=self.rate, most=self.most, chosen=which)
+            )
+            call = AttentionCall(query[some], parts, parts[..., :dim], listed.pages, self.scale, sinks=self.sinks)
+            mla_attention(call, out=out[some])
         return out
 
 
@@ -233,7 +231,7 @@ class GpuCompressed:
         1, columns], to which what the rows leave is written."""
         use(keys.device)
         spec, slots = self._spec, context.slot_mapping
-        pages = CompressedPages(context.block_table, context.page_size, context.seq_ids, context.kv_lens)
+        pages = context.pages
         compressed, key = self._narrow(x)
         residual = self._inner.q_a_norm(compressed[None])[0]
         made = self._values(x) if self._values is not None else []

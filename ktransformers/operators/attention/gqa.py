@@ -9,24 +9,27 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from typing_extensions import override
 
-from ktransformers.cache.paged import LayerShape, Scales
+from ktransformers.cache.paged import LayerShape
 from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
+from ktransformers.kernels.attention_call import AttentionCall
 from ktransformers.kernels.flashinfer import Shape
 from ktransformers.kernels.triton.attention.paged import attention
 from ktransformers.kernels.triton.attention.rope import rope_to_cache
 from ktransformers.models.facts import LayerKind
-from ktransformers.operators.attention.block_indexer import BlockIndex
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.gqa_gpu import GpuCache, GqaParts, gqa_forward
-from ktransformers.operators.attention.pooled_indexer import ChoiceMask, KPooledIndexer
+from ktransformers.operators.attention.indexer import ChoiceMask, KPooledIndexer, PendingChoice
 from ktransformers.operators.attention.topk_positions import TopkPositions
 from ktransformers.operators.base import OperatorRuntime
 from ktransformers.operators.context import ForwardContext
@@ -59,7 +62,7 @@ def attention_forward(  # noqa: PLR0913 - as transformers calls it
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     query_factors: torch.Tensor | None = None,
-    block_indices: BlockIndex | ChoiceMask | None = None,
+    block_indices: PendingChoice | ChoiceMask | None = None,
     forward_context: ForwardContext | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -78,27 +81,24 @@ def attention_forward(  # noqa: PLR0913 - as transformers calls it
     layer_idx = module.layer_idx
     assert isinstance(layer_idx, int)
     keys, values = context.cache.layer(layer_idx)
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    shape = context.cache.shape(layer_idx)
+    shape, scales = context.cache.shape(layer_idx), context.cache.scales(layer_idx)
     options = _options(module, shape, sliding_window, softcap, s_aux)
     context = context.on(keys.device)
     topk_positions = _selection(module, block_indices, context, options)
     # [T, heads, D]; keys and values that another layer made may be on that one's device
     rows = query[0].transpose(0, 1), _here(key, query), _here(value, query)
-    if context.cache.is_on_gpu(layer_idx):
+    is_on_gpu = context.cache.is_on_gpu(layer_idx)
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    q = rows[0] if is_on_gpu else rows[0].contiguous()
+    call = AttentionCall(q, keys, values, context.pages, scale, scales=scales, **options)
+    if is_on_gpu:
         kept = GpuCache.of(context.cache, layer_idx)
-        return _gpu_attention(rows, kept, context, scale, options, topk_positions)[None], None
-    scales = context.cache.scales(layer_idx)
+        return _gpu_attention(rows, kept, context, call, topk_positions)[None], None
     if shape.shares is None:
         for made, cache, of in ((rows[1], keys, scales[0]), (rows[2], values, scales[1])):
             cpu.write_kv(made, context.slot_mapping, cache, of, context.pool)
-    if topk_positions is not None:
-        given = rows[0], (keys, values), scales, topk_positions, scale, context.pool
-        return _attend_to_chosen(*given, shape.bf16_products)[None], None
-    places = context.block_table, context.page_size, context.seq_ids, context.kv_lens
-    options |= {"scales": scales, "bf16_products": shape.bf16_products}
-    out = cpu.attention(rows[0].contiguous(), keys, values, *places, scale, context.pool, **options)
-    return out[None], None
+    attend = partial(cpu.attention, pool=context.pool, bf16_products=shape.bf16_products)
+    return _attended(call, topk_positions, attend)[None], None
 
 
 def _checked(
@@ -157,7 +157,7 @@ def _selection(
         return None
     if isinstance(block_indices, ChoiceMask):
         return block_indices.topk_positions
-    if not isinstance(block_indices, BlockIndex):
+    if not isinstance(block_indices, PendingChoice):
         raise UnsupportedError(
             f"{type(module).__name__} has an indexer that chooses what is attended to: add a rule with class "
             "KBlockIndexer for it, as MiniMaxM3.yaml has, or attend to everything with --sparse_attention off"
@@ -167,41 +167,29 @@ def _selection(
     return block_indices.choose(context, int(module.layer_idx))
 
 
-def _attend_to_chosen(
-    query: torch.Tensor,
-    cache: tuple[torch.Tensor, torch.Tensor],
-    scales: Scales,
-    topk_positions: TopkPositions,
-    scale: float,
-    pool: cpu.WorkerPool | None,
-    bf16_products: bool = False,
+def _attended(
+    call: AttentionCall, topk_positions: TopkPositions | None, attend: Callable[[AttentionCall], torch.Tensor]
 ) -> torch.Tensor:
-    """query [T, Hq, D], to positions that were chosen for rows, or for each KV head of a row; returns [T, Hq, Dv].
+    """`attend` to all positions, or to those that were chosen for rows or for each KV head of a row: [T, Hq, Dv].
 
-    Where they were for each KV head, a row and a KV head become a row of its own, a slot and a KV head a slot. pool:
-    None on a GPU. bf16_products: of the CPU, see `cpu.attention`.
+    Where they were for each KV head, a row and a KV head become a row of its own, a slot and a KV head a slot. What was
+    chosen goes with no window, softcap or sinks.
     """
-    num_rows, num_heads, dim = query.shape
-    keys, values = cache
-    kv_heads, dim_v = values.shape[1:]
+    if topk_positions is None:
+        return attend(call)
+    num_rows, num_heads, dim = call.q.shape
+    kv_heads, dim_v = call.v_cache.shape[1:]
     if len(topk_positions.counts) == num_rows:
-        chosen = (query, keys, values, topk_positions.slots, 1, topk_positions.seq_ids, topk_positions.counts, scale)
-        if pool is None:
-            return attention(*chosen, scales=scales)
-        return cpu.attention(query.contiguous(), *chosen[1:], pool, scales=scales, bf16_products=bf16_products)
+        caches = call.k_cache, call.v_cache
+        return attend(AttentionCall(call.q, *caches, topk_positions.pages, call.scale, scales=call.scales))
     if len(topk_positions.counts) != num_rows * kv_heads:
         raise UnsupportedError(f"an indexer of {len(topk_positions.counts) // num_rows} heads for {kv_heads} KV heads")
-    heads = torch.arange(kv_heads, dtype=torch.int32, device=query.device).repeat(num_rows)
-    table = topk_positions.slots * kv_heads + heads[:, None]
-    rows = query.reshape(num_rows * kv_heads, num_heads // kv_heads, dim)
-    caches = keys.view(-1, 1, dim), values.view(-1, 1, dim_v)
-    given = (rows, *caches, table, 1, topk_positions.seq_ids, topk_positions.counts, scale)
-    of_keys, of_values = (None if of is None else of.view(-1, 1, 1) for of in scales)
-    of_slots = (of_keys, of_values)
-    if pool is None:
-        out = attention(*given, scales=of_slots)
-    else:
-        out = cpu.attention(*given, pool, scales=of_slots, bf16_products=bf16_products)
+    heads = torch.arange(kv_heads, dtype=torch.int32, device=call.q.device).repeat(num_rows)
+    chosen = replace(topk_positions, slots=topk_positions.slots * kv_heads + heads[:, None])
+    rows = call.q.reshape(num_rows * kv_heads, num_heads // kv_heads, dim)
+    caches = call.k_cache.view(-1, 1, dim), call.v_cache.view(-1, 1, dim_v)
+    of_keys, of_values = (None if of is None else of.view(-1, 1, 1) for of in call.scales)
+    out = attend(AttentionCall(rows, *caches, chosen.pages, call.scale, scales=(of_keys, of_values)))
     return out.view(num_rows, num_heads, dim_v)
 
 
@@ -214,8 +202,7 @@ def _gpu_attention(
     rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     cache: GpuCache,
     context: ForwardContext,
-    scale: float,
-    options: dict[str, Any],
+    call: AttentionCall,
     topk_positions: TopkPositions | None,
 ) -> torch.Tensor:
     """`attention_forward` on a GPU: rows are query, key and value [T, heads, D] of any type; returns [T, Hq, D]."""
@@ -235,21 +222,9 @@ def _gpu_attention(
         scales=cache.scales,
         q_out=torch.empty(rows[0].shape, dtype=cache.row_dtype, device=device),
     )
-    if topk_positions is not None:
-        return _attend_to_chosen(query, (cache.keys, cache.values), cache.scales, topk_positions, scale, None)
-    return attention(
-        query,
-        cache.keys,
-        cache.values,
-        context.block_table,
-        context.page_size,
-        context.seq_ids,
-        context.kv_lens,
-        scale,
-        scales=cache.scales,
-        quantized_attention=cache.quantized_attention,
-        **options,
-    )
+    is_quantized = cache.quantized_attention and topk_positions is None
+    attend = partial(attention, quantized_attention=is_quantized)
+    return _attended(replace(call, q=query), topk_positions, attend)
 
 
 def register_attention() -> None:
@@ -320,7 +295,8 @@ class KAttention(WrapperOperator):
                 "Qwen4Exp.yaml has"
             )
         if self._temperature is not None:
-            self._factors = self.device.move(self._temperature.factors(runtime.max_len))
+            positions = torch.arange(runtime.max_len, dtype=torch.float64)
+            self._factors = self.device.move(self._temperature.of(positions).float())
         if self.spec is not None:
             self._parts = GqaParts.of(self.inner, self.spec, self.device, runtime.find(FlashLayer))
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ktransformers.cache.paged import Scales
+from ktransformers.kernels.attention_call import AttentionCall
 from ktransformers.kernels.triton.attention.paged import attention
 from ktransformers.kernels.triton.attention.rope import rope_to_cache
 from ktransformers.kernels.triton.common.elementwise import gate_heads, rms_norm
@@ -113,22 +114,18 @@ def gqa_forward(
     if attend is not None:
         out = attend(query, cache.keys, cache.values)
     else:
-        out = attention(
+        call = AttentionCall(
             query,
             cache.keys,
             cache.values,
-            here.block_table,
-            here.page_size,
-            here.seq_ids,
-            here.kv_lens,
+            here.pages,
             spec.scale,
             window=spec.window,
             sinks=parts.sinks,
             softcap=spec.softcap,
-            counters=parts.device.counters(),
             scales=cache.scales,
-            quantized_attention=cache.quantized_attention,
         )
+        out = attention(call, counters=parts.device.counters(), quantized_attention=cache.quantized_attention)
     if gate is not None:
         gate_heads(out, gate, out=out)
     parts.device.time_part("linear")

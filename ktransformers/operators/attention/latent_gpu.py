@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ktransformers.errors import UnsupportedError
+from ktransformers.kernels.attention_call import AttentionCall
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.attention.kv_codes import widen_latents
 from ktransformers.kernels.triton.attention.latent import MAX_LATENT_ROWS, absorb, expand, norm_to_cache
@@ -113,24 +114,18 @@ class GpuLatent:
 
     def _attend_latents(self, query: torch.Tensor, step: LatentStep, rows: slice | torch.Tensor) -> torch.Tensor:
         """Latents [n, H, R] that some rows' absorbed queries [n, H, R + P] attend to, by Triton's kernels."""
-        context, chosen = step.context, step.topk_positions
-        if chosen is not None:
-            table, seq_ids, kv_lens = chosen.slots, chosen.seq_ids[rows], chosen.counts[rows]
-            given = (query, step.cache, self.rank, table, 1, seq_ids, kv_lens, step.scale)
-            return mla_attention(*given, sinks=step.sinks, scales=step.scales)
-        return mla_attention(
+        chosen = step.topk_positions
+        call = AttentionCall(
             query,
             step.cache,
-            self.rank,
-            context.block_table,
-            context.page_size,
-            context.seq_ids[rows],
-            context.kv_lens[rows],
+            step.cache[..., : self.rank],
+            (step.context.pages if chosen is None else chosen.pages).of(rows),
             step.scale,
-            window=step.window,
+            window=step.window if chosen is None else 0,
             sinks=step.sinks,
-            scales=step.scales,
+            scales=(step.scales, None),
         )
+        return mla_attention(call)
 
     def _values(self, latent: torch.Tensor) -> torch.Tensor:
         """Attended latents [n, H, R] as values [n, H, V]."""

@@ -10,31 +10,45 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 
 from ktransformers.errors import UnsupportedError
+from ktransformers.operators.recognize.temperature import QueryTemperature
 
-__all__ = ["LatentSpec", "PositionScale"]
+__all__ = ["Gate", "LatentSpec"]
 
 _NEEDED = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_heads", "scaling")
 
 
-@dataclass(frozen=True, slots=True)
-class PositionScale:
-    """Growth of queries with their position p, by 1 + beta ln(1 + floor(p / length)) (Llama 4, Mistral 4)."""
+class Gate(Enum):
+    """What multiplies the heads' results: sigmoids of the columns of a projection, whose name is the value."""
 
-    beta: float
-    length: int
+    NONE = ""
+    HEADS = "g_proj"
+    """A column for each head."""
+    ELEMENTS = "gate_proj"
+    """A column for each element of each head."""
+    JOINT = "q_gate_proj"
+    """The same; the projection makes queries too, of the compressed query with its norm and without."""
 
-    def of(self, kv_lens: torch.Tensor) -> torch.Tensor:
-        """Return the factors, fp32 [T], of rows that see kv_lens [T] positions, their own included; 1 for rows that see
-        none.
-        """
-        positions = (kv_lens - 1).clamp_min(0).float()
-        return 1 + self.beta * torch.log(1 + torch.floor(positions / self.length))
+    @classmethod
+    def of(cls, module: nn.Module, key: str) -> Gate:
+        """Read the gate of an attention module. Raises UnsupportedError for one of another shape, and for several."""
+        sized: Any = module
+        num_heads, width = int(sized.num_heads), int(sized.num_heads) * int(sized.v_head_dim)
+        made = {gate: getattr(module, gate.value) for gate in cls if getattr(module, gate.value, None) is not None}
+        if cls.HEADS in made and getattr(made[cls.HEADS], "out_features", None) != num_heads:
+            raise UnsupportedError(f"{key}: its gate has not one column for each of {num_heads} heads")
+        if cls.ELEMENTS in made and getattr(made[cls.ELEMENTS], "out_features", None) != width:
+            del made[cls.ELEMENTS]  # a projection of something else
+        if len(made) > 1:
+            names = " and ".join(gate.value for gate in made)
+            raise UnsupportedError(f"{key}: its heads have several gates, {names}; one is supported")
+        return next(iter(made), cls.NONE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +58,10 @@ class LatentSpec:
 
     scale: of scores, the module's scale of its queries included. latent_scale: of latents, behind their norm.
     has_rotation: False where the rope_dim columns stay as they are. rotates_halves: they are always paired with those
-    half a head away; else as the config says. has_gate: whether each head's result is multiplied with the sigmoid of a
-    column of g_proj; has_wide_gate: each element with that of a column of gate_proj; has_joint_gate: the same, of
-    q_gate_proj, which makes queries too, of the compressed query with its norm and without. has_sinks: a score of each
-    head that takes part in softmax, and brings no value. window: most positions that a row sees, 0 for all.
-    has_rope_norm: whether the shared key is normalized before it is rotated, by k_rope_only_layernorm. hands_selection:
-    whether the module gives and takes what its indexer chose.
+    half a head away; else as the config says. gate: what the heads' results are multiplied with. has_sinks: a score of
+    each head that takes part in softmax, and brings no value. window: most positions that a row sees, 0 for all.
+    has_rope_norm: whether the shared key is normalized before it is rotated, by k_rope_only_layernorm. temperature: how
+    queries grow with their positions. hands_selection: whether the module gives and takes what its indexer chose.
     """
 
     rank: int
@@ -61,13 +73,11 @@ class LatentSpec:
     latent_scale: float = 1.0
     has_rotation: bool = True
     rotates_halves: bool = False
-    has_gate: bool = False
-    has_wide_gate: bool = False
-    has_joint_gate: bool = False
+    gate: Gate = Gate.NONE
     has_sinks: bool = False
     has_rope_norm: bool = False
     window: int = 0
-    position_scale: PositionScale | None = None
+    temperature: QueryTemperature | None = None
     hands_selection: bool = False
 
     @classmethod
@@ -80,27 +90,21 @@ class LatentSpec:
             raise UnsupportedError(f"KMLAAttention cannot replace {key} ({type(module).__name__}): no {missing[0]}")
         any_module: Any = module
         takes = inspect.signature(module.forward).parameters
-        gate = getattr(module, "g_proj", None)
-        num_heads = int(any_module.num_heads)
-        if gate is not None and getattr(gate, "out_features", None) != num_heads:
-            raise UnsupportedError(f"{key}: its gate has not one column for each of {num_heads} heads")
         return cls(
             rank=int(any_module.kv_lora_rank),
             nope_dim=int(any_module.qk_nope_head_dim),
             rope_dim=int(any_module.qk_rope_head_dim),
             v_dim=int(any_module.v_head_dim),
-            num_heads=num_heads,
+            num_heads=int(any_module.num_heads),
             scale=float(any_module.scaling) * _lora_scale(module, "q"),
             latent_scale=_lora_scale(module, "kv"),
             has_rotation="position_embeddings" in takes,
             rotates_halves=_rotates_halves(module),
-            has_gate=gate is not None,
-            has_wide_gate=_is_wide(module, num_heads),
-            has_joint_gate=getattr(module, "q_gate_proj", None) is not None,
+            gate=Gate.of(module, key),
             has_sinks=isinstance(getattr(module, "sinks", None), nn.Parameter),
             has_rope_norm=getattr(module, "k_rope_only_layernorm", None) is not None,
             window=int(getattr(module, "sliding_window", None) or 0),
-            position_scale=_position_scale(module) if "position_ids" in takes else None,
+            temperature=_temperature(module) if "position_ids" in takes else None,
             hands_selection="prev_topk_indices" in takes,
         )
 
@@ -129,13 +133,8 @@ def _rotates_halves(module: nn.Module) -> bool:
     return int(turn(column, column, none, none + 1)[0].abs().argmax()) == 2
 
 
-def _is_wide(module: nn.Module, num_heads: int) -> bool:
-    gate = getattr(module, "gate_proj", None)
-    return getattr(gate, "out_features", None) == num_heads * int(module.v_head_dim)  # type: ignore[arg-type]
-
-
-def _position_scale(module: nn.Module) -> PositionScale | None:
+def _temperature(module: nn.Module) -> QueryTemperature | None:
     rope = getattr(getattr(module, "config", None), "rope_parameters", None)
     if not isinstance(rope, Mapping) or not rope.get("llama_4_scaling_beta"):
         return None
-    return PositionScale(float(rope["llama_4_scaling_beta"]), int(rope["original_max_position_embeddings"]))
+    return QueryTemperature(float(rope["llama_4_scaling_beta"]), int(rope["original_max_position_embeddings"]))

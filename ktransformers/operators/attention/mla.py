@@ -28,18 +28,17 @@ from typing_extensions import override
 from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
+from ktransformers.kernels.attention_call import AttentionCall
 from ktransformers.kernels.flashinfer import LatentShape, Shape
 from ktransformers.kernels.types import GroupType, RawTensor
 from ktransformers.kernels.untraced import untraced
 from ktransformers.operators.attention.flash import FlashLayer
-from ktransformers.operators.attention.indexer import KIndexer
+from ktransformers.operators.attention.indexer import KIndexer, log_dense
 from ktransformers.operators.attention.latent_gpu import GpuLatent, LatentStep, check_gpu_shape
 from ktransformers.operators.attention.latent_materialization import LatentDims, MaterializationPolicy, Rates, StepRuns
-from ktransformers.operators.attention.latent_spec import LatentSpec
+from ktransformers.operators.attention.latent_spec import Gate, LatentSpec
 from ktransformers.operators.attention.latent_weights import TWO_BYTE, split_up_projections
-from ktransformers.operators.attention.pooled_indexer import KPooledIndexer
 from ktransformers.operators.attention.rotation import rotate
-from ktransformers.operators.attention.sparse_indexer import log_dense
 from ktransformers.operators.attention.topk_positions import TopkPositions
 from ktransformers.operators.base import (
     OperatorConfig,
@@ -261,7 +260,7 @@ class KMLAAttention(WrapperOperator):
     def is_native_on_cpu(self) -> bool:
         """Whether all but products of real numbers runs in native kernels: no gate, no norm or projection of torch."""
         inner: Any = self.inner
-        if self.is_sparse or self.spec.has_gate or self.spec.has_wide_gate or self.spec.has_joint_gate:
+        if self.is_sparse or self.spec.gate is not Gate.NONE:
             return False
         compressed = ["q_proj"] if getattr(inner, "q_a_proj", None) is None else ["q_a_proj", "q_b_proj"]
         linears = [getattr(inner, name) for name in (*compressed, "kv_a_proj_with_mqa", "o_proj")]
@@ -271,7 +270,7 @@ class KMLAAttention(WrapperOperator):
         ]
         has_kernels = all(isinstance(linear, KTransformersLinear) and linear.native is not None for linear in linears)
         has_norms = all(isinstance(norm, KRMSNorm) and norm.spec is not None for norm in norms)
-        return has_kernels and has_norms and self.spec.position_scale is None
+        return has_kernels and has_norms and self.spec.temperature is None
 
     def _forward_on_cpu(
         self, hidden_states: torch.Tensor, position_embeddings: Any, forward_context: ForwardContext, given: Any
@@ -287,14 +286,12 @@ class KMLAAttention(WrapperOperator):
         row = self._latent(hidden_states, cos, sin, is_interleaved)
         cpu.write_kv(row, forward_context.slot_mapping, keys, scales[0], pool, split=self.rank)
         topk_positions = self._selection(hidden_states, compressed, (cos, sin), forward_context, given)
-        if topk_positions is None:
-            table, page_size = forward_context.block_table, forward_context.page_size
-            seq_ids, kv_lens = forward_context.seq_ids, forward_context.kv_lens
-        else:
-            table, page_size, seq_ids, kv_lens = topk_positions.slots, 1, topk_positions.seq_ids, topk_positions.counts
-        places = (table, page_size, seq_ids, kv_lens)
-        options: dict[str, Any] = {"window": self.spec.window, "sinks": self._sinks, "scales": scales}
-        latent = cpu.attention(query, keys, values, *places, self.spec.scale, pool, **options)
+        pages = forward_context.pages if topk_positions is None else topk_positions.pages
+        spec = self.spec
+        call = AttentionCall(
+            query, keys, values, pages, spec.scale, window=spec.window, sinks=self._sinks, scales=scales
+        )  # fmt: skip
+        latent = cpu.attention(call, pool)
         out = self._output(hidden_states, cpu.batched_linear(latent, self.v_b, pool), gate)
         return self._result(out, topk_positions)
 
@@ -328,9 +325,9 @@ class KMLAAttention(WrapperOperator):
         assert compressed is not None
         return self._require_indexer().choose(x, compressed, angles, context.on(keys.device), keys)
 
-    def _require_indexer(self) -> KIndexer | KPooledIndexer:
+    def _require_indexer(self) -> KIndexer:
         indexer = self.inner.get_submodule("indexer")
-        if isinstance(indexer, KIndexer | KPooledIndexer):
+        if isinstance(indexer, KIndexer):
             return indexer
         kind = "KPooledIndexer" if hasattr(indexer, "index_kpool") else "KIndexer"
         raise UnsupportedError(
@@ -344,12 +341,12 @@ class KMLAAttention(WrapperOperator):
         gate: [T, H, V], what is known of it already.
         """
         inner: Any = self.inner
-        if self.spec.has_wide_gate:
+        if self.spec.gate is Gate.HEADS:
+            gate = inner.g_proj(x)[0][..., None]
+        elif self.spec.gate is Gate.ELEMENTS:
             gate = inner.gate_proj(x)[0].view(values.shape)
         if gate is not None:
             values = values * torch.sigmoid(gate.float()).to(values.dtype)
-        if self.spec.has_gate:
-            values = values * torch.sigmoid(inner.g_proj(x)[0].float()).to(values.dtype)[..., None]
         output: torch.Tensor = inner.o_proj(values.reshape(1, -1, self.num_heads * self.v_dim))
         return output
 
@@ -400,7 +397,7 @@ class KMLAAttention(WrapperOperator):
         gate = None
         if normed is None:
             q = query
-        elif self.spec.has_joint_gate:
+        elif self.spec.gate is Gate.JOINT:
             q, gate = self._query_and_gate(normed, query)
         else:
             q = inner.q_b_proj(normed)
@@ -420,9 +417,10 @@ class KMLAAttention(WrapperOperator):
 
     def _scaled(self, q: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Queries [T, H, N + P], grown with their positions where the family does that."""
-        if self.spec.position_scale is None:
+        if self.spec.temperature is None:
             return q
-        return q * self.spec.position_scale.of(context.kv_lens)[:, None, None].to(q.dtype)
+        positions = (context.kv_lens - 1).clamp_min(0).float()  # rows that see nothing have none
+        return q * self.spec.temperature.of(positions)[:, None, None].to(q.dtype)
 
     def angles(self, position_embeddings: Any, context: ForwardContext) -> tuple[torch.Tensor, torch.Tensor, bool]:
         """Return (cos, sin) [T, P / 2] and the pairing. DeepSeek-V2 gives complex numbers, later families a pair.
@@ -461,7 +459,7 @@ class KMLAAttention(WrapperOperator):
         """Query before absorption and rotation, [T, H, N + P]; the compressed one that it was made of, and a gate
         [T, H, V] that was made with it, if any."""
         inner: Any = self.inner
-        if self.spec.has_joint_gate:
+        if self.spec.gate is Gate.JOINT:
             raw = inner.q_a_proj(x)
             compressed = inner.q_a_layernorm(raw)
             q, gate = self._query_and_gate(compressed, raw)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ktransformers.kernels.attention_call import RowPages
 from ktransformers.operators.attention.topk_positions import TopkPositions
 from ktransformers.operators.context import ForwardContext
 
@@ -56,6 +57,11 @@ class PoolStep:
         ends = (torch.arange(most, device=lens.device) + 1) * size - 1
         table = context.block_table[:, ends // page_size] * page_size + ends % page_size
         return cls(context, size, counts, table.to(torch.int32).contiguous())
+
+    @property
+    def pages(self) -> RowPages:
+        """What the rows see of the entries, as kernels take it: pages of one pool."""
+        return RowPages(self.table, 1, self.context.seq_ids, self.counts)
 
     @property
     def most(self) -> int:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ktransformers.kernels.attention_call import RowPages
+
 __all__ = ["TopkPositions"]
 
 
@@ -29,6 +31,11 @@ class TopkPositions:
     def seq_ids(self) -> torch.Tensor:
         """Sequence number of each choice, int32 [n]: each choice has a row of `slots` for itself."""
         return torch.arange(len(self.counts), dtype=torch.int32, device=self.counts.device)
+
+    @property
+    def pages(self) -> RowPages:
+        """What the choices see of the cache, as kernels of attention take it: pages of one position."""
+        return RowPages(self.slots, 1, self.seq_ids, self.counts)
 
     def to(self, device: torch.device) -> TopkPositions:
         """Return the same positions for layers on another device, where slots mean the same."""

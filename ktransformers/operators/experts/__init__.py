@@ -1,7 +1,8 @@
 """Routed experts: the block, the router, and where experts are computed.
 
 `router.py` routes, `routed.py` is the operator that issues experts (`submit`) and waits for them (`collect`),
-`block.py` puts shared experts in between. `resident.py` computes experts that lie on a GPU.
+`block.py` puts shared experts in between. `paths` has the ways to compute a step: in a list, of which the first that
+takes it runs it. `resident.py` computes experts that lie on a GPU.
 
 Streamed in prefill: a step of many rows touches all experts of a layer, and a copy over PCIe costs the same for any
 number of rows. So experts with many rows are copied to the GPU and computed there from the bytes as the CPU's kernels

@@ -409,19 +409,19 @@ class PrefillLayer:
     prefill: ExpertPrefill
     number: int
 
-    def submit(self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> PrefillTicket | None:
-        """Issue the layer's forward as ExpertPrefill.submit does; None for a step that is not run here. hidden: [...,
-        H] on the layer's device.
-        """
+    def takes(self, hidden: torch.Tensor) -> bool:
+        """Whether a step of these rows [..., H] is run by streaming experts: many of them, on the layer's device."""
+        is_here = hidden.device == self.prefill.device.torch_device
+        return is_here and self.prefill.takes(hidden.numel() // hidden.shape[-1])
+
+    def submit(self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> PrefillTicket:
+        """Issue the layer's forward of a step that `takes` named, as ExpertPrefill.submit does. hidden: [..., H]."""
         rows = hidden.view(-1, hidden.shape[-1])
-        if rows.device != self.prefill.device.torch_device or not self.prefill.takes(rows.shape[0]):
-            return None
         return self.prefill.submit(self.number, rows.contiguous(), topk_ids, topk_weights)
 
     def warm_up(self, hidden: torch.Tensor, topk_ids: torch.Tensor) -> None:
-        """Warm the layer up as ExpertPrefill.warm_up does; nothing for a step that is not run here."""
-        if hidden.device == self.prefill.device.torch_device and self.prefill.takes(hidden.shape[0]):
-            self.prefill.warm_up(self.number, hidden, topk_ids)
+        """Warm the layer up for such a step as ExpertPrefill.warm_up does. hidden: [T, H]."""
+        self.prefill.warm_up(self.number, hidden, topk_ids)
 
     def collect(self, ticket: PrefillTicket, like: torch.Tensor) -> torch.Tensor:
         """Return the result of `submit` in the shape of `like`."""

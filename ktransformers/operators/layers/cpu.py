@@ -40,8 +40,8 @@ from ktransformers.kernels.types import RawTensor
 from ktransformers.operators.activation import KActivation
 from ktransformers.operators.attention.mla import KMLAAttention
 from ktransformers.operators.base import layer_number
+from ktransformers.operators.comparison import close
 from ktransformers.operators.context import ForwardContext, LayerCache
-from ktransformers.operators.exact import NativeMathMode
 from ktransformers.operators.experts.block import KMoEBlock
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.experts.router import KRouter
@@ -51,6 +51,7 @@ from ktransformers.operators.layers.traced import (
     keep_attention_type,
     layer_list,
     probe_context,
+    probe_logits,
     trace_step,
 )
 from ktransformers.operators.linear.linear import KTransformersLinear
@@ -58,7 +59,7 @@ from ktransformers.operators.linear.mlp import KMLP
 from ktransformers.operators.linear.tiled import TiledInput
 from ktransformers.operators.norm import KRMSNorm
 from ktransformers.operators.recognize.activation import recognize_activation
-from ktransformers.operators.recognize.probe import ProbeInputs, close
+from ktransformers.operators.recognize.probe import ProbeInputs
 from ktransformers.operators.recurrent.delta import KGatedDeltaNet
 from ktransformers.operators.wrapper import WrapperOperator
 
@@ -395,8 +396,7 @@ def _agrees(fused: FusedLayer, call: LayerCall, shape: LayerShape, pool: WorkerP
     want, got = results
     if not isinstance(want, torch.Tensor):  # a tuple: the model's loop expects one
         return False
-    share = _TOLERANCE_BF16 if pool.has_bf16 else _TOLERANCE
-    return close(got, want, relative=0.0, absolute=share * float(want.abs().max()))
+    return close(got, want, of_largest=_TOLERANCE_BF16 if pool.has_bf16 else _TOLERANCE)
 
 
 class _OneLayer:
@@ -449,17 +449,8 @@ def watch_step(
     context = probe_context(shapes, pool, PROBE_ROWS)
     positions = torch.arange(PROBE_ROWS) + max(last - PROBE_ROWS + 1, 0)
 
-    def run() -> None:
-        with NativeMathMode(pool):
-            model(
-                input_ids=torch.zeros(1, PROBE_ROWS, dtype=torch.int64),
-                position_ids=positions[None],
-                use_cache=False,
-                logits_to_keep=torch.tensor([PROBE_ROWS - 1]),
-                forward_context=context,
-            )
-
-    return trace_step(model, run)
+    ids, keep = torch.zeros(PROBE_ROWS, dtype=torch.int64), torch.tensor([PROBE_ROWS - 1])
+    return trace_step(model, lambda: probe_logits(model, context, ids, positions, keep))
 
 
 @torch.inference_mode()

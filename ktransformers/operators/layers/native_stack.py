@@ -22,7 +22,6 @@ from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.cpu.layer import LayerKv, RecurrentLayer
 from ktransformers.kernels.cpu.stack import NativeLayerStack
 from ktransformers.operators.context import ForwardContext, LayerCache
-from ktransformers.operators.exact import NativeMathMode
 from ktransformers.operators.layers.cpu import FusedLayer
 from ktransformers.operators.layers.joined import Done, handed
 from ktransformers.operators.layers.traced import (
@@ -31,6 +30,7 @@ from ktransformers.operators.layers.traced import (
     keep_attention_type,
     layer_list,
     probe_context,
+    probe_logits,
 )
 
 __all__ = ["NativeStack", "stack_cpu_layers"]
@@ -127,13 +127,5 @@ def stack_cpu_layers(model: nn.Module, shapes: list[LayerShape], pool: WorkerPoo
 
 def _logits(model: nn.Module, shapes: list[LayerShape], pool: WorkerPool) -> torch.Tensor:
     """Of all rows of a step of different tokens."""
-    with NativeMathMode(pool):
-        output = model(
-            input_ids=torch.arange(PROBE_ROWS)[None],
-            position_ids=torch.arange(PROBE_ROWS)[None],
-            use_cache=False,
-            logits_to_keep=torch.arange(PROBE_ROWS),
-            forward_context=probe_context(shapes, pool, PROBE_ROWS),
-        )
-    logits: torch.Tensor = output.logits[0]
-    return logits.clone()
+    rows = torch.arange(PROBE_ROWS)
+    return probe_logits(model, probe_context(shapes, pool, PROBE_ROWS), rows, rows, rows).clone()

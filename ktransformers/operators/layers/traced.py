@@ -10,7 +10,7 @@ before the first request does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -26,15 +26,17 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.attention.compressed import KCompressedAttention
 from ktransformers.operators.attention.gqa import ATTENTION_NAME, KAttention, attention_forward
+from ktransformers.operators.attention.indexer import ChoiceMask
 from ktransformers.operators.attention.mla import KMLAAttention
-from ktransformers.operators.attention.pooled_indexer import ChoiceMask
 from ktransformers.operators.context import ForwardContext, StateStep
+from ktransformers.operators.exact import NativeMathMode
 from ktransformers.operators.recognize.layer import keeps_keywords
+from ktransformers.operators.recorder import intercepted
 
 __all__ = [
     "PROBE_ROWS",
-    "AttentionCall",
     "LayerCall",
+    "TracedAttention",
     "check_calls",
     "decoder_layers",
     "failing_module",
@@ -43,10 +45,12 @@ __all__ = [
     "keep_attention_type",
     "layer_list",
     "probe_context",
+    "probe_logits",
     "trace_step",
 ]
 
 _WATCHED = "ktransformers_watched"
+_MODEL = -1  # in the place of a layer's number
 
 PROBE_ROWS = 3
 """Rows of a step in which layers are compared; one does where they are only watched."""
@@ -56,7 +60,7 @@ MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionCall:
+class TracedAttention:
     """Arguments of one call of attention by a module. window: positions that a row sees, itself included; 0: all.
 
     chunk: positions come in chunks of so many, and a row sees those of its own; 0: they do not. has_factors: queries
@@ -83,7 +87,7 @@ class LayerCall:
     kwargs: dict[str, Any]
     args: tuple[Any, ...]
     mask: MaskFunction | None
-    attention: list[AttentionCall] = field(default_factory=list)
+    attention: list[TracedAttention] = field(default_factory=list)
     reads: list[int] = field(default_factory=list)
 
 
@@ -152,12 +156,17 @@ def hand_contexts_on(model: nn.Module) -> int:
     """
     layers = [layer for layer in decoder_layers(model) if keeps_keywords(layer)]
     for layer in layers:
-        _hand_on(layer, layer.get_submodule("self_attn"))
+        _hand_on(layer, [layer.get_submodule("self_attn")])
     return len(layers)
 
 
 def hand_contexts_down(model: nn.Module) -> None:
     """Pass layers the step's context in models that do not pass their keywords on."""
+    _hand_on(model, decoder_layers(model))
+
+
+def _hand_on(module: nn.Module, inner: Iterable[nn.Module]) -> None:
+    """Pass the context that `module` is given to modules that run inside of it."""
     given: list[ForwardContext] = []
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -166,23 +175,10 @@ def hand_contexts_down(model: nn.Module) -> None:
     def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return args, {**kwargs, "forward_context": given[0]} if given and "forward_context" not in kwargs else kwargs
 
-    model.register_forward_pre_hook(note, with_kwargs=True)
-    model.register_forward_hook(lambda *_: given.clear(), always_call=True)
-    for layer in decoder_layers(model):
-        layer.register_forward_pre_hook(add, with_kwargs=True)
-
-
-def _hand_on(layer: nn.Module, attention: nn.Module) -> None:
-    given: list[ForwardContext] = []
-
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given[:] = [kwargs["forward_context"]] if "forward_context" in kwargs else []
-
-    def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return args, {**kwargs, "forward_context": given[0]} if given else kwargs
-
-    layer.register_forward_pre_hook(note, with_kwargs=True)
-    attention.register_forward_pre_hook(add, with_kwargs=True)
+    module.register_forward_pre_hook(note, with_kwargs=True)
+    module.register_forward_hook(lambda *_: given.clear(), always_call=True)
+    for part in inner:
+        part.register_forward_pre_hook(add, with_kwargs=True)
 
 
 def probe_context(shapes: list[LayerShape], pool: WorkerPool, rows: int, past: int = 0) -> ForwardContext:
@@ -219,34 +215,45 @@ def _one_sequence(rows: int, read_slot: int, kv_lens: torch.Tensor) -> StateStep
     return StateStep(bounds, read, write, saves, kv_lens, rows)
 
 
+def probe_logits(
+    model: Any, context: ForwardContext, ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor
+) -> torch.Tensor:
+    """Return the logits, [N, vocab], that the own forward of a model that is all on the CPU gives in a probe's step:
+    int64 [T] ids and positions, int64 [N] rows to keep.
+    """
+    with NativeMathMode(context.pool):
+        logits: torch.Tensor = model(
+            input_ids=ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=keep,
+            forward_context=context,
+        ).logits[0]
+    return logits
+
+
 def trace_step(model: nn.Module, run: Callable[[], object]) -> list[LayerCall]:
     """Watch `run`, which runs one step of `model`: one LayerCall a decoder layer, in order.
 
     Raises UnsupportedError when a layer is not called once, or attention is asked for by nobody's layer.
     """
-    layers = decoder_layers(model)
-    calls: dict[int, list[LayerCall]] = {index: [] for index in range(len(layers))}
+    calls: list[list[LayerCall]] = [[] for _ in decoder_layers(model)]
     current: list[LayerCall] = []
     contexts: list[Any] = []  # of the step, for models that do not hand it to their layers
 
-    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        contexts[:] = [kwargs.get("forward_context")]
-
-    def before(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        values = chain(args, *(part.values() if isinstance(part, dict) else (part,) for part in kwargs.values()))
-        masks = [value for value in values if isinstance(value, _MaskStandIn)]
-        clean_args = tuple(None if isinstance(value, _MaskStandIn) else value for value in args)
-        clean = {name: None if isinstance(value, _MaskStandIn) else value for name, value in kwargs.items()}
-        kept = {name: value for name, value in clean.items() if name not in ("forward_context", "hidden_states")}
-        call = LayerCall(kept, clean_args[1:], masks[0].function if masks else None)
-        calls[index].append(call)
+    def enter(key: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if key == _MODEL:
+            contexts[:] = [kwargs.get("forward_context")]
+            return forward(*args, **kwargs)
+        args, kwargs, call = _layer_call(args, kwargs)
+        calls[key].append(call)
         current[:] = [call]
-        cache = getattr(clean.get("forward_context") or contexts[0], "cache", None)
+        cache = getattr(kwargs.get("forward_context") or contexts[0], "cache", None)
         if isinstance(cache, _ProbeCache):
             cache.reads = call.reads
-        return clean_args, clean
+        return forward(*args, **kwargs)
 
-    def watched(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def attention(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         mask = args[2] if len(args) > 2 else kwargs.get("attention_mask")
         if isinstance(mask, _MaskStandIn):
             args = (*args[:2], None, *args[3:])
@@ -254,34 +261,33 @@ def trace_step(model: nn.Module, run: Callable[[], object]) -> list[LayerCall]:
             current[0].attention.append(_asked(module, query, kwargs, isinstance(mask, ChoiceMask)))
         return attention_forward(module, query, *args, **kwargs)
 
-    handles = [
-        layer.register_forward_pre_hook(
-            lambda module, args, kwargs, index=index: before(index, args, kwargs), with_kwargs=True, prepend=True
-        )
-        for index, layer in enumerate(layers)
-    ]
-    handles.append(model.register_forward_pre_hook(begin, with_kwargs=True))
-    try:
-        with _attention_named(model, watched):
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    for index, found in calls.items():
+    with intercepted([(_MODEL, model), *enumerate(decoder_layers(model))], enter), _attention_named(model, attention):
+        run()
+    for index, found in enumerate(calls):
         if len(found) != 1:
             raise UnsupportedError(
                 f"layer {index} runs {len(found)} times in a step; layers that run once are supported"
             )
-    return [found[0] for found in calls.values()]
+    return [found[0] for found in calls]
 
 
-def _asked(module: nn.Module, query: torch.Tensor, kwargs: dict[str, Any], is_chosen: bool) -> AttentionCall:
+def _layer_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], LayerCall]:
+    """What a layer is given, without stand-ins for masks, and its record."""
+    values = chain(args, *(part.values() if isinstance(part, dict) else (part,) for part in kwargs.values()))
+    mask = next((value.function for value in values if isinstance(value, _MaskStandIn)), None)
+    args = tuple(None if isinstance(value, _MaskStandIn) else value for value in args)
+    kwargs = {name: None if isinstance(value, _MaskStandIn) else value for name, value in kwargs.items()}
+    kept = {name: value for name, value in kwargs.items() if name not in ("forward_context", "hidden_states")}
+    return args, kwargs, LayerCall(kept, args[1:], mask)
+
+
+def _asked(module: nn.Module, query: torch.Tensor, kwargs: dict[str, Any], is_chosen: bool) -> TracedAttention:
     scaling, context = kwargs.get("scaling"), kwargs.get("forward_context")
     layer_idx = getattr(module, "layer_idx", None)
     chunk = 0
     if isinstance(context, ForwardContext) and isinstance(layer_idx, int):
         chunk = context.cache.shape(layer_idx).chunk
-    return AttentionCall(
+    return TracedAttention(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=int(kwargs.get("sliding_window") or 0),
         chunk=chunk,
@@ -363,7 +369,7 @@ def _window_of(attention: object) -> int:
 def _check_mask(what: str, mask: MaskFunction, bounds: tuple[int, int], max_len: int) -> None:
     """Compare the mask with causal attention within `bounds`, seen from the last two of `max_len` positions.
 
-    bounds: window and chunk, as an AttentionCall has them.
+    bounds: window and chunk, as an TracedAttention has them.
     """
     window, chunk = bounds
     zero = torch.zeros((), dtype=torch.int64)

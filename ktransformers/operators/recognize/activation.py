@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from ktransformers.kernels.types import Activation, ActivationSpec
 from ktransformers.operators.recognize.probe import (
     NotRecognized,
     ProbeInputs,
+    StandIn,
     answer,
     matching,
     probe_module,
@@ -68,33 +70,23 @@ def expert_activation(module: nn.Module, layout: ExpertsLayout) -> Callable[[Ten
     return lambda rows: module.act_fn(rows[..., : rows.shape[-1] // 2]) * rows[..., rows.shape[-1] // 2 :]  # type: ignore[operator]
 
 
-class _Product(nn.Module):
-    """In the place of a projection: a product with a number of its own, large enough that clamping shows."""
-
-    def __init__(self, factor: float):
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.factor * x
-
-
 @recognizer("a feed-forward block of gate, up and down")
 def recognize_gated_mlp(module: nn.Module) -> ActivationSpec:
     """Return the activation of a block that computes down(act(gate(x)) * up(x)), clamped or not; None for others.
 
     Its projections are gate_proj, up_proj and down_proj, and its activation act_fn.
     """
-    parts: dict[str, nn.Module] = {name: _Product(2.0 + i) for i, name in enumerate(_PROJECTIONS)}
-    children = {name: child for name, child in module.named_children() if child is not None}
+    # Products with numbers of their own, large enough that clamping shows.
+    gate, up, down = (StandIn(partial(torch.mul, torch.tensor(2.0 + i))) for i in range(len(_PROJECTIONS)))
+    children = dict(module.named_children())
     if children.keys() != {*_PROJECTIONS, "act_fn"}:
         raise NotRecognized(f"it is made of {', '.join(sorted(children))}")
     spec = recognize_activation(children["act_fn"])
     if spec is None:
         raise NotRecognized("no kernel computes its activation")
     rows = _rows(_COLS)
-    got = answer(lambda: probe_module(module, modules={**parts, "act_fn": children["act_fn"]})(rows))
-    gate, up, down = parts.values()
+    parts = {**dict(zip(_PROJECTIONS, (gate, up, down), strict=True)), "act_fn": children["act_fn"]}
+    got = answer(lambda: probe_module(module, modules=parts)(rows))
     specs, limit = [spec], getattr(module, "limit", None)
     if spec.kind is Activation.SILU and isinstance(limit, int | float):
         specs.append(ActivationSpec(Activation.SWIGLU_CLAMPED, limit=float(limit)))

@@ -19,17 +19,20 @@ from ktransformers.kernels.flashinfer import GqaShape
 from ktransformers.models.layers import named_cache
 from ktransformers.operators.recognize.norm import recognize_norm, rms_norm
 from ktransformers.operators.recognize.probe import (
+    Constant,
     NotRecognized,
     ProbeInputs,
     answer,
     close,
     first_of,
+    made_of,
     matching,
     probe_module,
     recognizer,
 )
+from ktransformers.operators.recognize.temperature import QueryTemperature
 
-__all__ = ["GqaSpec", "NormPlace", "QueryNorms", "TemperatureSpec", "recognize_attention", "recognize_temperature"]
+__all__ = ["GqaSpec", "NormPlace", "QueryNorms", "recognize_attention", "recognize_temperature"]
 
 _PROBE = "ktransformers_probe"
 _ROWS = 3
@@ -85,21 +88,6 @@ class GqaSpec:
         return GqaShape(self.num_heads, self.num_kv_heads, self.head_dim, dtype, self.scale, self.window, self.softcap)
 
 
-@dataclass(frozen=True, slots=True)
-class TemperatureSpec:
-    """Temperature of queries: those at position p are multiplied by 1 + scale log(1 + floor((p + 1) / step)) (arXiv
-    2501.19399).
-    """
-
-    step: float
-    scale: float
-
-    def factors(self, count: int, first: int = 0) -> Tensor:
-        """Return the factors of `count` positions from `first` on, fp32."""
-        positions = torch.arange(first, first + count, dtype=torch.float64)
-        return (1 + self.scale * torch.log1p(torch.floor((positions + 1) / self.step))).float()
-
-
 class _Past:
     """A cache of transformers that says how much it holds, and holds nothing."""
 
@@ -128,17 +116,6 @@ class _Call:
         return float(value) if isinstance(value, (int, float)) else 0.0
 
 
-class _Fixed(nn.Module):
-    """Returns the same whatever it is given."""
-
-    def __init__(self, value: Tensor):
-        super().__init__()
-        self.value = value
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.value.clone()  # which the module may change in place
-
-
 def _record(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object, *, calls: list[_Call], **options: object
 ) -> tuple[Tensor, None]:
@@ -153,7 +130,7 @@ def recognize_attention(module: nn.Module) -> GqaSpec:
     rotations).
     """
     head_dim = getattr(module, "head_dim", None)
-    children = {name for name, child in module.named_children() if child is not None}
+    children = made_of(module)
     names = next((pair for pair in _NORM_NAMES if children == _PROJECTIONS | set(pair)), ())
     own = {name for name, _ in module.named_parameters(recurse=False)}
     if not isinstance(head_dim, int) or children != _PROJECTIONS | set(names) or not own <= {"sinks"}:
@@ -165,19 +142,20 @@ def recognize_attention(module: nn.Module) -> GqaSpec:
 
 
 @recognizer("attention with queries scaled by position as operators compute it")
-def recognize_temperature(module: nn.Module) -> TemperatureSpec:
+def recognize_temperature(module: nn.Module) -> QueryTemperature:
     """Return how a module that does not rotate scales its queries by their positions; None for another way."""
-    head_dim, names = getattr(module, "head_dim", None), {name for name, _ in module.named_children()}
+    head_dim, names = getattr(module, "head_dim", None), made_of(module)
     step, scale = getattr(module, "floor_scale", None), getattr(module, "attn_scale", None)
     if not isinstance(head_dim, int) or names != _PROJECTIONS:
         raise NotRecognized(f"it is made of {', '.join(sorted(names))}")
     if not isinstance(step, int | float) or not isinstance(scale, int | float) or step <= 0:
         raise NotRecognized("it does not say by how much")
-    spec = TemperatureSpec(float(step), float(scale))
-    probe, parts = _twin(module, head_dim, ())
+    spec = QueryTemperature(float(scale), float(step), shift=1)
+    probe, parts = _probe(module, head_dim, ())
     for first in (0, int(step) - 2, int(5 * step)):
         call = _answer(probe, torch.zeros(_ROWS, head_dim), **named_cache(probe, _Past(first)))
-        want = parts["q_proj"] * spec.factors(_ROWS, first)[:, None, None]
+        positions = torch.arange(first, first + _ROWS, dtype=torch.float64)
+        want = parts["q_proj"] * spec.of(positions).float()[:, None, None]
         if not close(call.query[0].transpose(0, 1), want) or not close(call.key[0].transpose(0, 1), parts["k_proj"]):
             raise NotRecognized("it scales them in its own way")
     return spec
@@ -187,7 +165,7 @@ def _asked(module: nn.Module, head_dim: int, names: tuple[str, ...], copies: int
     rope = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
     angles = ProbeInputs(1).normal(_ROWS, int(head_dim * (rope.get("partial_rotary_factor") or 1.0)) // 2)
     has_gate = _width(module, "q_proj") == 2 * int(getattr(module.get_submodule("o_proj"), "in_features", 0))
-    probe, parts = _twin(module, head_dim, names, has_gate=has_gate)
+    probe, parts = _probe(module, head_dim, names, has_gate=has_gate)
     call = _answer(probe, torch.cat([angles] * copies, dim=-1), parts.get("gate"))
     _check_plain(call, parts)
     scaling = call.options.get("scaling")
@@ -234,7 +212,7 @@ def _width(module: nn.Module, name: str) -> int:
     return int(getattr(module.get_submodule(name), "out_features", 0))
 
 
-def _twin(
+def _probe(
     module: nn.Module, head_dim: int, norm_names: tuple[str, ...], *, has_gate: bool = False
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """A copy of the module on made-up projections, and these: [T, heads, D], norm weights, sinks [heads].
@@ -252,7 +230,7 @@ def _twin(
             parts[name], gate = value.view(_ROWS, -1, 2 * head_dim).chunk(2, dim=-1)
             parts["gate"] = gate / _SIZE
             value = torch.cat((parts[name], parts["gate"]), dim=-1).view(value.shape)
-        children[name] = _Fixed(value)
+        children[name] = Constant(value)
     for name in norm_names:
         norm = module.get_submodule(name)
         parts[name] = probe_inputs.positive(*norm.get_parameter("weight").shape)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ktransformers.operators.recognize.probe import NotRecognized, ProbeInputs, answer, close, probe_module, recognizer
+from ktransformers.operators.recognize.probe import (
+    Constant,
+    NotRecognized,
+    ProbeInputs,
+    StandIn,
+    answer,
+    close,
+    made_of,
+    probe_module,
+    recognizer,
+)
 
 __all__ = ["scales_inputs", "weighs_outputs"]
 
@@ -18,40 +29,22 @@ _SHARED = ("shared_experts", "shared_mlp", "shared_expert")
 _SCORE = "shared_expert_gate"
 
 
-class _Scores(nn.Module):
-    """A router that gives made-up logits; as Llama 4's, the logistic function of those that are chosen, else 0."""
-
-    def __init__(self, logits: Tensor, top_k: int):
-        super().__init__()
-        self.logits, self.top_k = logits, top_k
-
-    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        best, ids = self.logits.topk(self.top_k, dim=-1)
-        scores = torch.full_like(self.logits, float("-inf")).scatter_(1, ids, best)
-        return scores.sigmoid(), self.logits
+def _scores(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """What Llama 4's router gives: the logistic function of the logits that are chosen, else 0; and the logits."""
+    best, ids = logits.topk(top_k, dim=-1)
+    return torch.full_like(logits, float("-inf")).scatter_(1, ids, best).sigmoid(), logits
 
 
-class _Experts(nn.Module):
+def _experts(rows: Tensor, count: int) -> Tensor:
     """Rows of every expert one after another, [E T, H]; expert e computes sin((e + 1) x)."""
-
-    def __init__(self, count: int):
-        super().__init__()
-        self.count = count
-
-    def forward(self, rows: Tensor) -> Tensor:
-        factors = torch.arange(1, self.count + 1).view(-1, 1, 1)
-        return torch.sin(factors * rows.view(self.count, -1, rows.shape[-1])).view(rows.shape)
-
-
-class _Shared(nn.Module):
-    def forward(self, rows: Tensor) -> Tensor:
-        return torch.cos(rows)
+    factors = torch.arange(1, count + 1).view(-1, 1, 1)
+    return torch.sin(factors * rows.view(count, -1, rows.shape[-1])).view(rows.shape)
 
 
 @recognizer("a block whose experts see rows times their weights")
 def scales_inputs(module: nn.Module) -> bool:
     """Whether a block computes shared(x) + sum of expert(x sigmoid(logit)) over the top_k: True, or None for others."""
-    parts = {name for name, child in module.named_children() if child is not None}
+    parts = made_of(module)
     if parts != {"router", "experts", "shared_expert"}:
         raise NotRecognized(f"it is made of {', '.join(sorted(parts))}")
     top_k, count = getattr(module, "top_k", None), getattr(module, "num_experts", None)
@@ -59,8 +52,11 @@ def scales_inputs(module: nn.Module) -> bool:
         raise NotRecognized("it does not say how many experts a row has")
     probe_inputs = ProbeInputs()
     rows, logits = probe_inputs.normal(_ROWS, _COLS), probe_inputs.normal(_ROWS, count)
-    children: dict[str, nn.Module] = {"router": _Scores(logits, top_k), "experts": _Experts(count)}
-    children["shared_expert"] = _Shared()
+    children = {
+        "router": Constant(*_scores(logits, top_k)),
+        "experts": StandIn(partial(_experts, count=count)),
+        "shared_expert": StandIn(torch.cos),
+    }
     got = answer(lambda: probe_module(module, modules=children, hidden_dim=_COLS)(rows)[0])
     best, ids = logits.topk(top_k, dim=-1)
     want = torch.cos(rows)
@@ -71,30 +67,15 @@ def scales_inputs(module: nn.Module) -> bool:
     return True
 
 
-class _Router(nn.Module):
-    """Returns what it is given."""
-
-    def __init__(self, *routed: Tensor):
-        super().__init__()
-        self.routed = routed
-
-    def forward(self, rows: Tensor) -> tuple[Tensor, ...]:
-        return tuple(part.clone() for part in self.routed)
-
-
-class _Weighed(nn.Module):
+def _weighed(rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Expert e computes sin((e + 1) x); rows [..., H], their experts and weights [T, K]."""
-
-    def forward(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        results = torch.sin((ids[..., None] + 1) * rows.reshape(-1, 1, rows.shape[-1]))
-        return (results * weights[..., None]).sum(1).view(rows.shape)
+    results = torch.sin((ids[..., None] + 1) * rows.reshape(-1, 1, rows.shape[-1]))
+    return (results * weights[..., None]).sum(1).view(rows.shape)
 
 
-class _Score(nn.Module):
+def _score(rows: Tensor) -> Tensor:
     """Of a row, [..., 1]."""
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return rows.sum(-1, keepdim=True)
+    return rows.sum(-1, keepdim=True)
 
 
 @recognizer("a block whose router weighs what its experts give")
@@ -104,23 +85,23 @@ def weighs_outputs(module: nn.Module) -> bool:
 
     None for others: whose gate does not choose by itself, whose sum is scaled, that return more than that sum.
     """
-    parts = {name for name, child in module.named_children() if child is not None}
+    parts = made_of(module)
     shared = sorted(parts & set(_SHARED))
     has_score = shared == ["shared_expert"]
     if len(shared) > 1 or parts != {"gate", "experts", *shared, *([_SCORE] if has_score else [])}:
         raise NotRecognized(f"it is made of {', '.join(sorted(parts))}")
     if any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False)):
         raise NotRecognized("it holds more than its parts")
-    probe_inputs, experts = ProbeInputs(), _Weighed()
+    probe_inputs = ProbeInputs()
     rows, logits = probe_inputs.normal(_ROWS, _COLS), probe_inputs.normal(_ROWS, _EXPERTS)
     weights, ids = probe_inputs.positive(_ROWS, _TOP_K), logits.topk(_TOP_K, dim=-1)[1]
-    children: dict[str, nn.Module] = {"gate": _Router(logits, weights, ids), "experts": experts}
-    children |= {name: _Shared() for name in shared} | ({_SCORE: _Score()} if has_score else {})
+    children = {"gate": Constant(logits, weights, ids), "experts": StandIn(_weighed)}
+    children |= {name: StandIn(torch.cos) for name in shared} | ({_SCORE: StandIn(_score)} if has_score else {})
     sizes: dict[str, Any] = {name: _COLS for name in _SIZES if hasattr(module, name)}
     got = answer(lambda: probe_module(module, modules=children, training=False, **sizes)(rows[None]))
-    want = experts(rows, ids, weights)
+    want = _weighed(rows, ids, weights)
     if shared:
-        want = want + torch.cos(rows) * (_Score()(rows).sigmoid() if has_score else 1.0)
+        want = want + torch.cos(rows) * (_score(rows).sigmoid() if has_score else 1.0)
     if not close(got, want[None]):
         raise NotRecognized("it adds up in its own way")
     return True

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
-from ktransformers.operators.recognize.probe import NotRecognized, ProbeInputs, answer, close, probe_module, recognizer
+from ktransformers.operators.recognize.probe import (
+    Constant,
+    NotRecognized,
+    ProbeInputs,
+    StandIn,
+    answer,
+    close,
+    probe_module,
+    recognizer,
+)
 
 __all__ = ["recognize_embedding", "recognize_input_scale"]
 
@@ -35,24 +44,6 @@ def recognize_embedding(module: nn.Module) -> float:
     return float(factor)
 
 
-class _Same(nn.Module):
-    """Hands on what it is given."""
-
-    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
-        return x
-
-
-class _Rows(nn.Module):
-    """A table in which every three ids stand for the same rows."""
-
-    def __init__(self, rows: Tensor):
-        super().__init__()
-        self.rows = rows
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.rows.clone()
-
-
 @recognizer("a model that scales rows, those that it looks up or all")
 def recognize_input_scale(model: nn.Module, table: str) -> float:
     """Return the factor by which `model` multiplies rows that it looks up in its child `table`, and not those that it
@@ -62,9 +53,10 @@ def recognize_input_scale(model: nn.Module, table: str) -> float:
     """
     rows = ProbeInputs().normal(1, 3, 8)
     parts: dict[str, nn.Module] = {
-        name: nn.ModuleList() if isinstance(child, nn.ModuleList) else _Same() for name, child in model.named_children()
+        name: nn.ModuleList() if isinstance(child, nn.ModuleList) else StandIn(lambda x, *_, **__: x)
+        for name, child in model.named_children()
     }
-    probe = probe_module(model, modules={**parts, table: _Rows(rows)})
+    probe = probe_module(model, modules={**parts, table: Constant(rows)})
     others = {"position_ids": torch.arange(3)[None], "use_cache": False}
     handed = answer(lambda: probe(inputs_embeds=rows.clone(), **others)[0])
     looked_up = answer(lambda: probe(input_ids=torch.zeros(1, 3, dtype=torch.int64), **others)[0])

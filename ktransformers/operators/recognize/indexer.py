@@ -1,8 +1,17 @@
-"""Recognizes an indexer of sparse latent attention by its own choices on made-up projections."""
+"""Recognizes an indexer of sparse attention by its own choices on made-up projections.
+
+    T rows, H index heads, D columns of one, M positions of a unit: 1, of a block, or of a pool
+
+All indexers score, choose the best units and, of equal ones, the lower: `_choose` is the one formula. They differ in
+what a unit is (Granularity), in how keys become what is scored, and in the names of their parts (`_WAYS`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -18,30 +27,57 @@ from ktransformers.operators.recognize.probe import (
     recognizer,
 )
 
-__all__ = ["IndexSpec", "choose", "recognize_indexer"]
+__all__ = ["Granularity", "IndexSpec", "recognize_indexer"]
 
-_ROWS = 24
-_CHOSEN = 3
-_CHILDREN = frozenset({"wq_b", "wk", "k_norm", "weights_proj"})
+_ROWS, _SIZE, _CHOSEN = 33, 2, 4  # of a probe: rows, positions of a unit, units that are chosen
+
+
+class Granularity(Enum):
+    """Units of positions that an indexer chooses; the value is how the log names such an indexer."""
+
+    POSITION = "an indexer that kernels compute"
+    """Single positions, for all heads of latent attention (DeepSeek-V3.2)."""
+    BLOCK = "an indexer of blocks that kernels compute"
+    """Blocks, by the best of their positions, for each KV head (MiniMax-M3)."""
+    POOL = "an indexer of pools that kernels compute"
+    """Pools, by an entry made of their keys; those behind the last whole pool are chosen always (GLM-5.3, Qwen4)."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexSpec:
-    """Numbers of a lightning indexer (DeepSeek-V3.2): heads, columns of a head and how many of them are rotated.
+    """Numbers of an indexer: heads of its queries, columns of one, positions of a unit, and how many units are chosen.
 
-    is_last: those are the last ones, else the first.
+    score of a key or entry = sum_h weights[h] * head_scale * max(scale * q[h] . k, 0), or for each head apart, of
+    blocks: scale * q . k
 
-    score of a position = sum_h weights[h] * head_scale * max(scale * q[h] . k, 0)
+    num_local: the last blocks that a row sees are chosen in any case. rotary_dim: columns that are rotated, the last
+    ones with is_last; 0: those that attention rotates, or none. is_gated: entries are sums of a pool's keys weighted by
+    gates of their own, and rows weight heads (GLM-5.3); else they are means, with a norm and rotated as their first
+    position, and heads count alike (Qwen4).
     """
 
+    granularity: Granularity
     num_heads: int
     head_dim: int
-    rotary_dim: int
-    is_interleaved: bool
     num_chosen: int
     scale: float
-    head_scale: float
+    size: int = 1
+    head_scale: float = 1.0
+    num_local: int = 0
+    rotary_dim: int = 0
+    is_interleaved: bool = False
     is_last: bool = False
+    is_gated: bool = False
+
+    @property
+    def cached_dim(self) -> int:
+        """Number of columns that a position leaves in the cache: its key, and its gates."""
+        return 2 * self.head_dim if self.is_gated else self.head_dim
+
+    @property
+    def block(self) -> int:
+        """Number of keys or entries that are chosen together."""
+        return self.size if self.granularity is Granularity.BLOCK else 1
 
     def rotated_first(self, x: Tensor) -> Tensor:
         """Return [..., D] with the columns in front that are rotated. Products of queries and keys stay what
@@ -51,6 +87,8 @@ class IndexSpec:
 
 
 class _Fixed(nn.Module):
+    """Gives the same whatever it is given; of its weight only the type is asked."""
+
     def __init__(self, value: Tensor):
         super().__init__()
         self.value, self.weight = value, value
@@ -59,7 +97,7 @@ class _Fixed(nn.Module):
         return self.value
 
 
-class _Handed(nn.Module):
+class _Unchanged(nn.Module):
     """A norm that changes nothing, of whose weight only the type is asked."""
 
     def __init__(self) -> None:
@@ -70,52 +108,248 @@ class _Handed(nn.Module):
         return x
 
 
-@recognizer("an indexer that kernels compute")
-def recognize_indexer(module: nn.Module) -> IndexSpec:
-    """Return how `module` scores positions; None when that is something else."""
-    if {name for name, _ in module.named_children()} != _CHILDREN:
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What made-up projections give: q [T, H, D], k [T, D], weights [T, H], gates [T, D], bias [M, D], and angles."""
+
+    q: Tensor
+    k: Tensor
+    weights: Tensor
+    gates: Tensor
+    bias: Tensor
+    angles: Tensor
+
+    @classmethod
+    def of(cls, spec: IndexSpec) -> _Given:
+        normal, heads, dim = ProbeInputs().normal, spec.num_heads, spec.head_dim
+        made = normal(_ROWS, heads, dim), normal(_ROWS, dim), normal(_ROWS, heads), normal(_ROWS, dim)
+        bias, angles = normal(_SIZE, dim), normal(_ROWS, spec.rotary_dim // 2 or max(dim // 4, 1))
+        if spec.granularity is Granularity.BLOCK:  # how it is rotated, its attention shows
+            angles = torch.zeros(_ROWS, dim // 2)
+        return cls(*made, bias, angles)
+
+    @property
+    def embeddings(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines as models give them: twice side by side."""
+        twice = torch.cat((self.angles, self.angles), dim=-1)[None]
+        return twice.cos(), twice.sin()
+
+
+def recognize_indexer(module: nn.Module, granularity: Granularity = Granularity.POSITION) -> IndexSpec | None:
+    """Return how `module` chooses units of this granularity; None when it does something else."""
+    return _RECOGNIZERS[granularity](module)
+
+
+def _recognized(module: nn.Module, *, granularity: Granularity) -> IndexSpec:
+    parts = {name for name, _ in module.named_children()}
+    ways = (way for way in _WAYS if way.granularity is granularity and parts == way.parts)
+    way = next((way for way in ways if hasattr(module, way.mark)), None)
+    if way is None:
         raise NotRecognized("it is made of other parts")
-    sized: Any = module
-    heads, dim, rotary = (int(getattr(sized, name)) for name in ("n_heads", "head_dim", "qk_rope_head_dim"))
+    specs = way.specs(module)
+    given = _Given.of(specs[0])
+    want = answer(lambda: way.ask(module, given) * _seen())
+    return matching(want, specs, lambda spec: _choose(given, spec))
+
+
+_RECOGNIZERS = {each: recognizer(each.value)(partial(_recognized, granularity=each)) for each in Granularity}
+
+
+def _position_specs(module: Any) -> list[IndexSpec]:
+    heads, dim, rotary = (int(getattr(module, name)) for name in ("n_heads", "head_dim", "qk_rope_head_dim"))
     if not 0 < rotary <= dim or rotary % 2:
         raise NotRecognized(f"it rotates {rotary} of {dim} columns")
-    probe_inputs = ProbeInputs()
-    q, k, weights = (
-        probe_inputs.normal(1, _ROWS, heads * dim),
-        probe_inputs.normal(1, _ROWS, dim),
-        probe_inputs.normal(1, _ROWS, heads),
-    )
-    angles = probe_inputs.normal(_ROWS, rotary // 2)
-    children = {"wq_b": _Fixed(q), "wk": _Fixed(k), "k_norm": _Handed(), "weights_proj": _Fixed(weights)}
-    probe = probe_module(module, modules=children, index_topk=_CHOSEN)
-    mask = torch.full((1, _ROWS, _ROWS), float("-inf")).triu(1)
-    twice = torch.cat((angles, angles), dim=-1)[None]
-    rows = torch.zeros(1, _ROWS, 8)
-    chosen = answer(lambda: probe(rows, rows, (twice.cos(), twice.sin()), mask, torch.arange(_ROWS)[None]))
-    sizes = (heads, dim, rotary)
-    specs = [
-        IndexSpec(*sizes, is_interleaved, int(sized.index_topk), float(sized.softmax_scale), heads**-0.5, is_last)
+    sizes = (Granularity.POSITION, heads, dim, int(module.index_topk), float(module.softmax_scale))
+    return [
+        IndexSpec(
+            *sizes, head_scale=heads**-0.5, rotary_dim=rotary, is_interleaved=is_interleaved, is_last=is_last
+        )
         for is_interleaved, is_last in product((False, True), repeat=2)
-    ]
-    parts = q.view(_ROWS, heads, dim), k.view(_ROWS, 1, dim), weights[0]
-    want = answer(lambda: _seen(chosen[0, _CHOSEN - 1 :]))
-    return matching(want, specs, lambda spec: _seen(choose(*parts, angles, spec)[_CHOSEN - 1 :]))
+    ]  # fmt: skip
 
 
-def _seen(chosen: Tensor) -> Tensor:
-    return chosen.sort(dim=-1).values.float()
+def _block_specs(module: Any) -> list[IndexSpec]:
+    heads, dim, size = (int(getattr(module, name)) for name in ("num_heads", "head_dim", "block_size"))
+    chosen, local = int(module.topk_blocks), int(module.local_blocks)
+    if not 0 <= local <= chosen:
+        raise NotRecognized(f"it chooses {chosen} blocks and {local} of them always")
+    return [IndexSpec(Granularity.BLOCK, heads, dim, chosen, 1.0, size, num_local=local)]
 
 
-def choose(q: Tensor, k: Tensor, weights: Tensor, angles: Tensor, spec: IndexSpec) -> Tensor:
-    """Choose positions [T, _CHOSEN] for rows 0 .. T - 1 of one sequence, in plain torch."""
-    q, k = (_turned(spec.rotated_first(x), angles, spec) for x in (q, k))
-    scores = (torch.einsum("thd,sd->ths", q, k[:, 0]) * spec.scale).relu()
-    total = torch.einsum("th,ths->ts", weights * spec.head_scale, scores)
-    return total.masked_fill(torch.ones_like(total).triu(1).bool(), float("-inf")).topk(_CHOSEN, dim=-1).indices
+def _gated_specs(module: Any) -> list[IndexSpec]:
+    heads, dim, size = (int(getattr(module, name)) for name in ("n_heads", "head_dim", "index_kpool"))
+    if not module.index_kpool_always_select_tail:
+        raise NotRecognized(
+            "it leaves out the positions behind the last whole pool, so that the first rows see nothing"
+        )
+    if int(module.index_topk) % size:
+        raise NotRecognized(f"it chooses {module.index_topk} positions in pools of {size}")
+    sizes = (Granularity.POOL, heads, dim, int(module.index_topk) // size, float(module.softmax_scale), size)
+    return [IndexSpec(*sizes, head_scale=heads**-0.5, is_gated=True)]
+
+
+def _mean_specs(module: Any) -> list[IndexSpec]:
+    heads, keys, dim = (int(getattr(module, f"index_{name}")) for name in ("n_heads", "kv_heads", "head_dim"))
+    if keys != 1:
+        raise NotRecognized(f"it has {keys} heads of keys")
+    chosen, size = int(module.block_topk), int(module.compress_ratio)
+    return [IndexSpec(Granularity.POOL, heads, dim, chosen, dim**-0.5, size)]
+
+
+def _lightning(given: _Given) -> dict[str, nn.Module]:
+    """Parts of the indexers of latent attention."""
+    return {
+        "wq_b": _Fixed(given.q.flatten(1)[None]),
+        "wk": _Fixed(given.k[None]),
+        "k_norm": _Unchanged(),
+        "weights_proj": _Fixed(given.weights[None]),
+    }
+
+
+def _mask(chosen: Tensor, count: int) -> Tensor:
+    """[..., count] of 0 and 1, of the numbers [..., K] that were chosen, below 0 for none."""
+    mask = torch.zeros(*chosen.shape[:-1], count + 1)
+    return mask.scatter(-1, torch.where(chosen < 0, count, chosen), 1.0)[..., :count]
+
+
+def _ask_positions(module: nn.Module, given: _Given) -> Tensor:
+    """The module's choices as `_choose` returns them, whatever it says of positions that a row does not see."""
+    probe = probe_module(module, modules=_lightning(given), index_topk=_CHOSEN)
+    mask, rows = torch.full((1, _ROWS, _ROWS), float("-inf")).triu(1), torch.zeros(1, _ROWS, 8)
+    return _mask(probe(rows, rows, given.embeddings, mask, torch.arange(_ROWS)[None])[0].long(), _ROWS)[:, None]
+
+
+def _ask_blocks(module: nn.Module, given: _Given) -> Tensor:
+    children = {
+        "q_proj": _Fixed(given.q.flatten(1)[None]),
+        "k_proj": _Fixed(given.k[None]),
+        "q_norm": _Unchanged(),
+        "k_norm": _Unchanged(),
+    }
+    local = _local(int(module.local_blocks))  # type: ignore[arg-type]
+    probe = probe_module(module, modules=children, block_size=_SIZE, topk_blocks=_CHOSEN, local_blocks=local)
+    chosen = probe(torch.zeros(1, _ROWS, 8), given.embeddings, None, torch.arange(_ROWS)[None])[0]  # [H, T, K]
+    return _of_positions(_mask(chosen.transpose(0, 1), -(-_ROWS // _SIZE)), _SIZE)
+
+
+def _ask_gated(module: nn.Module, given: _Given) -> Tensor:
+    parameters = {
+        "index_kpool_compress_ape": given.bias,
+        "index_kpool_compress_gate": torch.eye(given.gates.shape[1]),  # so that rows are the gates
+    }
+    probe = probe_module(
+        module,
+        modules=_lightning(given),
+        parameters=parameters,
+        index_topk=_CHOSEN * _SIZE,
+        index_kpool=_SIZE,
+    )
+    rows = given.gates[None]
+    return _mask(probe(rows, rows, torch.ones(1, _ROWS, dtype=torch.bool), None)[0].long(), _ROWS)[:, None]
+
+
+def _ask_mean(module: nn.Module, given: _Given) -> Tensor:
+    children = {
+        "index_qk_proj": _Fixed(torch.cat((given.q.flatten(1), given.k), dim=-1)[None]),
+        "q_layernorm": _Unchanged(),
+        "k_layernorm": _Unchanged(),
+    }
+    probe = probe_module(
+        module,
+        modules=children,
+        compress_ratio=_SIZE,
+        block_topk=_CHOSEN,
+        token_budget=_CHOSEN * _SIZE,
+    )
+    causal = torch.ones(1, 1, _ROWS, _ROWS, dtype=torch.bool).tril()
+    chosen: Tensor = probe(torch.zeros(1, _ROWS, 8), given.embeddings, causal, None)
+    return chosen[0, 0].float()[:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A way to ask an indexer: the names of its parts, an attribute that it has, its possible specs, its choices."""
+
+    granularity: Granularity
+    parts: frozenset[str]
+    mark: str
+    specs: Callable[[Any], list[IndexSpec]]
+    ask: Callable[[nn.Module, _Given], Tensor]
+
+
+_LIGHTNING = frozenset({"wq_b", "wk", "k_norm", "weights_proj"})
+_BLOCKS = frozenset({"q_proj", "k_proj", "q_norm", "k_norm"})
+_MEAN = frozenset({"index_qk_proj", "q_layernorm", "k_layernorm"})
+_WAYS = (
+    _Way(Granularity.POSITION, _LIGHTNING, "n_heads", _position_specs, _ask_positions),
+    _Way(Granularity.BLOCK, _BLOCKS, "num_heads", _block_specs, _ask_blocks),
+    _Way(Granularity.POOL, _LIGHTNING, "index_kpool", _gated_specs, _ask_gated),
+    _Way(Granularity.POOL, _MEAN, "compress_ratio", _mean_specs, _ask_mean),
+)
+
+
+def _seen() -> Tensor:
+    """[T, 1, T]: 1 for the positions that a row sees."""
+    return torch.ones(_ROWS, _ROWS).tril()[:, None]
+
+
+def _local(num_local: int) -> int:
+    """How many blocks a probe chooses always: fewer than it chooses."""
+    return min(num_local, _CHOSEN - 1)
+
+
+def _of_positions(units: Tensor, size: int) -> Tensor:
+    """[..., T] of the positions of units [..., N]."""
+    wide = units.repeat_interleave(size, dim=-1)
+    return torch.nn.functional.pad(wide, (0, _ROWS - wide.shape[-1]))
+
+
+def _choose(given: _Given, spec: IndexSpec) -> Tensor:
+    """Choose for rows 0 .. T - 1 of one sequence, in plain torch: fp32 [T, H or 1, T], 1 for a position that is chosen,
+    else 0."""
+    q, keys, per_key = _scored(given, spec)
+    row = torch.arange(_ROWS)[:, None]
+    scores = torch.einsum("thd,nd->thn", q, keys) * spec.scale
+    if spec.granularity is not Granularity.BLOCK:
+        is_weighted = spec.granularity is Granularity.POSITION or spec.is_gated
+        weights = given.weights * spec.head_scale if is_weighted else torch.ones_like(given.weights)
+        scores = torch.einsum("th,thn->tn", weights, scores.relu())[:, None]
+    whole = (row + 1) // per_key
+    scores = scores.masked_fill((torch.arange(len(keys)) >= whole)[:, None], float("-inf"))
+    if spec.granularity is Granularity.BLOCK:
+        scores = _best_of_blocks(scores, _local(spec.num_local))
+    values, best = scores.topk(_CHOSEN, dim=-1)
+    chosen = torch.zeros_like(scores).scatter(-1, best, (values > float("-inf")).float())
+    mask = _of_positions(chosen, 1 if spec.granularity is Granularity.POSITION else _SIZE)
+    if spec.granularity is Granularity.POOL:
+        mask = torch.where((torch.arange(_ROWS) >= whole * per_key)[:, None], 1.0, mask)
+    return mask * _seen()
+
+
+def _scored(given: _Given, spec: IndexSpec) -> tuple[Tensor, Tensor, int]:
+    """Queries [T, H, D], what they are multiplied with [N, D], and how many positions one of that stands for."""
+    if spec.granularity is not Granularity.POOL:
+        q, k = (_turned(spec.rotated_first(x), given.angles, spec) for x in (given.q, given.k[:, None]))
+        return q, k[:, 0], 1
+    count = _ROWS // _SIZE
+    keys, gates = (x[: count * _SIZE].view(count, _SIZE, -1) for x in (given.k, given.gates))
+    if spec.is_gated:
+        return given.q, ((gates + given.bias).softmax(dim=1) * keys).sum(1), _SIZE
+    entries = _turned(keys.mean(1)[:, None], given.angles[: count * _SIZE : _SIZE], spec)[:, 0]
+    return _turned(given.q, given.angles, spec), entries, _SIZE
+
+
+def _best_of_blocks(scores: Tensor, num_local: int) -> Tensor:
+    """[T, H, blocks] of the scores [T, H, T] of positions; infinite for the last blocks that a row sees."""
+    padded = torch.nn.functional.pad(scores, (0, -_ROWS % _SIZE), value=float("-inf"))
+    blocks = padded.view(*scores.shape[:2], -1, _SIZE).amax(-1)
+    back = torch.arange(_ROWS)[:, None, None] // _SIZE - torch.arange(blocks.shape[-1])
+    return blocks.masked_fill((back >= 0) & (back < num_local), float("inf"))
 
 
 def _turned(x: Tensor, angles: Tensor, spec: IndexSpec) -> Tensor:
-    half = spec.rotary_dim // 2
-    cos, sin, turned = angles.cos()[:, None], angles.sin()[:, None], x[..., : spec.rotary_dim]
+    """x [T, heads, D], its first columns rotated."""
+    half = angles.shape[-1]
+    cos, sin, turned = angles.cos()[:, None], angles.sin()[:, None], x[..., : 2 * half]
     a, b = (turned[..., ::2], turned[..., 1::2]) if spec.is_interleaved else (turned[..., :half], turned[..., half:])
-    return torch.cat((a * cos - b * sin, b * cos + a * sin, x[..., spec.rotary_dim :]), dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]), dim=-1)

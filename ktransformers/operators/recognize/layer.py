@@ -18,9 +18,11 @@ from ktransformers.models.layers import named_cache
 from ktransformers.operators.recognize.probe import (
     NotRecognized,
     ProbeInputs,
+    StandIn,
     answer,
     close,
     first_of,
+    made_of,
     probe_module,
     recognizer,
 )
@@ -57,31 +59,21 @@ class LayerSpec:
     parts: tuple[PartSpec, ...]
 
 
-class _StandIn(nn.Module):
-    """A part that computes something simple of its own, and keeps what keywords it was given.
+def _sine(factor: float, hidden_states: Tensor, **_: object) -> Tensor:
+    return torch.sin(factor * hidden_states)
 
-    in_tuple: it returns its result and something else.
-    """
 
-    def __init__(self, factor: float, *, in_tuple: bool = False):
-        super().__init__()
-        self.factor, self.in_tuple = factor, in_tuple
-        self.weight = torch.ones(1)  # some layers look at the type of their norm's
-        self.seen: dict[str, object] = {}
-
-    def apply_to(self, x: Tensor) -> Tensor:
-        return torch.sin(self.factor * x)
-
-    def forward(self, hidden_states: Tensor, **kwargs: object) -> Tensor | tuple[Tensor, None]:
-        self.seen = kwargs
-        result = self.apply_to(hidden_states)
-        return (result, None) if self.in_tuple else result
+def _stand_in(factor: float, *, in_tuple: bool = False) -> StandIn:
+    """A part that computes something simple of its own. in_tuple: it returns its result and something else."""
+    if not in_tuple:
+        return StandIn(partial(_sine, factor))
+    return StandIn(lambda hidden_states, **_: (_sine(factor, hidden_states), None))
 
 
 @recognizer("a layer of the usual arrangement")
 def recognize_layer(layer: nn.Module) -> LayerSpec:
     """Return the arrangement of `layer` if each part is added to the rows that its norm was given; None for others."""
-    names = {name for name, child in layer.named_children() if child is not None}
+    names = made_of(layer)
     specs = list(_possible(names))
     if not specs or any(True for _ in layer.parameters(recurse=False)):
         raise NotRecognized(f"it is made of {', '.join(sorted(names))}")
@@ -102,11 +94,11 @@ def _possible(names: set[str]) -> Iterator[LayerSpec]:
 
 def keeps_keywords(layer: nn.Module) -> bool:
     """Whether `layer` runs its attention, the child `self_attn`, without the keywords that it is given itself."""
-    children = {name: child for name, child in layer.named_children() if child is not None}
+    children = made_of(layer)
     if "self_attn" not in children:
         return False
-    attention, marker = _StandIn(1.3, in_tuple=True), object()
-    probe = probe_module(layer, modules={name: _StandIn(0.7) for name in children} | {"self_attn": attention})
+    attention, marker = _stand_in(1.3, in_tuple=True), object()
+    probe = probe_module(layer, modules={name: _stand_in(0.7) for name in children} | {"self_attn": attention})
     x, given = ProbeInputs().normal(1, 3, 8), {"attention_mask": None, "position_embeddings": object(), "probe": marker}
     try:
         answer(lambda: probe(x, use_cache=False, position_ids=object(), **given, **named_cache(probe, None)))
@@ -116,9 +108,10 @@ def keeps_keywords(layer: nn.Module) -> bool:
 
 
 def _asked(layer: nn.Module, spec: LayerSpec) -> LayerSpec:
-    norms = [_StandIn(0.7 + 0.2 * i) for i in range(len(spec.parts))]
-    in_tuples = {PartKind.ATTENTION, PartKind.IN_TUPLE}
-    parts = [_StandIn(1.3 + 0.4 * i, in_tuple=part.kind in in_tuples) for i, part in enumerate(spec.parts)]
+    factors = [(0.7 + 0.2 * i, 1.3 + 0.4 * i) for i in range(len(spec.parts))]
+    norms = [_stand_in(factor) for factor, _ in factors]
+    in_tuples = [part.kind in (PartKind.ATTENTION, PartKind.IN_TUPLE) for part in spec.parts]
+    parts = [_stand_in(factor, in_tuple=is_in) for (_, factor), is_in in zip(factors, in_tuples, strict=True)]
     modules = {part.norm: norm for part, norm in zip(spec.parts, norms, strict=True)}
     modules |= {part.name: stand_in for part, stand_in in zip(spec.parts, parts, strict=True)}
     probe, x = probe_module(layer, modules=modules), ProbeInputs().normal(1, 3, 8)
@@ -126,8 +119,8 @@ def _asked(layer: nn.Module, spec: LayerSpec) -> LayerSpec:
     more = named_cache(probe, None)
     got = answer(lambda: probe(x.clone(), use_cache=False, position_ids=object(), **given, **more))
     want = x
-    for norm, stand_in in zip(norms, parts, strict=True):
-        want = want + stand_in.apply_to(norm.apply_to(want))
+    for of_norm, of_part in factors:
+        want = want + _sine(of_part, _sine(of_norm, want))
     if not close(got, want):
         raise NotRecognized("it adds or normalizes in its own way")
     for part, stand_in in zip(spec.parts, parts, strict=True):

@@ -4,6 +4,7 @@ Names do not tell: families add 1 to a norm's weight, clamp an activation, scale
 names here. Every recognizer is made of these parts:
 
     module ── probe_module: made-up weights ── answer ──> its numbers ──┐
+    StandIn in the places of its children                               │
     ProbeInputs, the same in every run                              matching ──> spec, or None and one line in the log
     specs ── compute: the formula in plain torch ─────────────────┘
 
@@ -22,7 +23,21 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-__all__ = ["NotRecognized", "ProbeInputs", "answer", "close", "first_of", "matching", "probe_module", "recognizer"]
+from ktransformers.operators.comparison import close
+
+__all__ = [
+    "Constant",
+    "NotRecognized",
+    "ProbeInputs",
+    "StandIn",
+    "answer",
+    "close",
+    "first_of",
+    "made_of",
+    "matching",
+    "probe_module",
+    "recognizer",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -34,17 +49,6 @@ _logged = set[tuple[str, type[nn.Module]]]()
 
 class NotRecognized(Exception):
     """A module is not what is looked for. The message says why."""
-
-
-def close(got: object, want: Tensor, *, relative: float = 1e-4, absolute: float = 1e-5) -> bool:
-    """Whether `got` is a tensor of the same shape and numbers.
-
-    The tolerance is for rounding: both compute in fp32, in another order at most. Another formula is off by a good part
-    of the numbers, which are of about 1.
-    """
-    return (
-        isinstance(got, Tensor) and got.shape == want.shape and torch.allclose(got, want, rtol=relative, atol=absolute)
-    )
 
 
 class ProbeInputs:
@@ -77,6 +81,41 @@ def probe_module(
     held = {"_parameters": parameters, "_buffers": buffers, "_modules": modules}
     probe.__dict__.update(attributes, **{name: dict(own) for name, own in held.items() if own is not None})
     return probe
+
+
+class StandIn(nn.Module):
+    """A child of a probe that computes `function` of what it is given. seen: keywords of its last call, but for hidden
+    states. weight: fp32 [1], because some modules look at the type of their children's.
+    """
+
+    def __init__(self, function: Callable[..., object]):
+        super().__init__()
+        self.function, self.weight, self.seen = function, torch.ones(1), dict[str, object]()
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """Keep the keywords and call the function."""
+        self.seen = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+        return self.function(*args, **kwargs)
+
+
+class Constant(nn.Module):
+    """A child of a probe that gives copies of `values`, a tuple if they are several, whatever the one thing is that it
+    is given.
+    """
+
+    def __init__(self, *values: Tensor):
+        super().__init__()
+        self.values = values
+
+    def forward(self, given: object) -> Tensor | tuple[Tensor, ...]:
+        """Return copies, which the module may change in place."""
+        values = tuple(value.clone() for value in self.values)
+        return values[0] if len(values) == 1 else values
+
+
+def made_of(module: nn.Module) -> set[str]:
+    """Return the names of the children that a module has."""
+    return {name for name, _ in module.named_children()}
 
 
 def answer(call: Callable[[], Spec]) -> Spec:

@@ -1,24 +1,15 @@
-"""Reads the options of balance_serve's processes, which leave at once when their parent is gone, whatever they are
-doing.
-"""
+"""Reads the options of balance_serve's processes, which leave at once when their parent is gone."""
 
 from __future__ import annotations
 
 import os
 import sys
-import threading
-from typing import Any, BinaryIO
+from typing import Any
 
 from ktransformers.server.balance.messages import decode
-from ktransformers.system.child import read_frame
+from ktransformers.system.child import end_with_pipe, read_frame
 
 __all__ = ["read_options"]
-
-
-def _watch(pipe: BinaryIO) -> None:
-    while pipe.read(1):
-        pass
-    os._exit(1)
 
 
 def read_options(kind: Any) -> Any:
@@ -28,7 +19,5 @@ def read_options(kind: Any) -> Any:
     if data is None:
         os._exit(1)
     options = decode(data, kind)
-    if os.getppid() != options.parent_pid:  # it died before prctl could help
-        os._exit(1)
-    threading.Thread(target=_watch, args=(pipe,), daemon=True, name="follow-parent").start()
+    end_with_pipe(pipe, options.parent_pid)
     return options

@@ -1,4 +1,4 @@
-"""Starts child processes, and loads engines in them; keeps a spare one that has its imports done.
+"""Starts the scheduler, and loads engines in child processes; keeps a spare one that has its imports done.
 
 Knows how a process becomes an engine, not when one is needed.
 """
@@ -8,16 +8,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
 import zmq.asyncio
 
-from ktransformers import errors
 from ktransformers.core import Progress
-from ktransformers.errors import EngineError, KTransformersError
+from ktransformers.errors import KTransformersError
 from ktransformers.server.balance.load_watch import LoadWatch, read_so_far
 from ktransformers.server.balance.messages import (
     EngineFacts,
@@ -30,31 +29,20 @@ from ktransformers.server.balance.messages import (
     decode,
     encode,
 )
-from ktransformers.server.balance.restarts import Clock
-from ktransformers.system.child import PARENTS_SIGNALS, framed, spawn_code
+from ktransformers.system.child import framed, reported_error, spawn_code
+from ktransformers.system.process_group import ChildProcess, ProcessGroup, Program
 from ktransformers.system.restart_policy import ending
+from ktransformers.system.restarts import Clock, ProcessDiedError
 
-__all__ = ["EngineDied", "EngineHung", "Launcher", "LoadLimit", "RunningEngine"]
+__all__ = ["EngineHung", "Launcher", "LoadLimit", "RunningEngine"]
 
 logger = logging.getLogger("ktransformers.server")
 
 _ENGINE = "ktransformers.server.balance.engine_process"
 _SCHEDULER = "ktransformers.server.balance.scheduler_process"
 
-Process = asyncio.subprocess.Process
 
-
-class EngineDied(EngineError):
-    """Error that the engine process ended while it was loading, and did not say why. code: its return code, where it is
-    known.
-    """
-
-    def __init__(self, message: str, code: int = 0):
-        super().__init__(message)
-        self.code = code
-
-
-class EngineHung(EngineDied):
+class EngineHung(ProcessDiedError):
     """Error that the engine process was killed because its loading did not go on."""
 
 
@@ -74,64 +62,52 @@ class RunningEngine:
     """A loaded engine with its process and facts."""
 
     epoch: int
-    process: Process
+    process: ChildProcess
     facts: EngineFacts
 
 
 class Launcher:
-    """Starts the child processes. status: where engines report how far they are. Whoever waits for a process `forget`s
-    it afterwards.
-    """
+    """Starts balance_serve's processes in a group, which ends them. status: where engines report how far they are."""
 
-    def __init__(self, status: zmq.asyncio.Socket, limit: LoadLimit):
-        self._status, self._limit = status, limit
+    def __init__(self, group: ProcessGroup, status: zmq.asyncio.Socket, limit: LoadLimit):
+        self._group, self._status, self._limit = group, status, limit
         self._reported: tuple[int, str] = (0, "its imports")  # reports of the engine that loads, and where it is
-        self._children: set[Process] = set()
-        self._spare: tuple[str, Process] | None = None  # what it has imported
-        self._spawning = asyncio.Lock()
+        self._spare: tuple[str, ChildProcess] | None = None  # what it has imported
 
-    async def _spawn(self, module: str, argument: str = "") -> Process:
-        command = spawn_code(module, argument)
-        env = {"OMP_WAIT_POLICY": "passive", **os.environ}  # see engine/model/threads.py
-        async with self._spawning:  # the mask is one of the thread: two at a time would undo each other's
-            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
-            try:
-                child = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, env=env)
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        self._children.add(child)
-        return child
+    def _spawn(self, name: str, module: str, argument: str = "") -> ChildProcess:
+        environment = {"OMP_WAIT_POLICY": "passive", **os.environ}  # see engine/model/threads.py
+        return self._group.start(Program(name, spawn_code(module, argument), environment=environment))
 
-    async def start_scheduler(self, options: SchedulerOptions) -> Process:
+    async def start_scheduler(self, options: SchedulerOptions) -> ChildProcess:
         """Start the scheduler process, which works from now on, and return it."""
-        child = await self._spawn(_SCHEDULER)
-        _write(child, options)
+        child = self._spawn("the scheduler process", _SCHEDULER)
+        await _send(child, options)
         return child
 
     async def warm_up(self, factory: str) -> None:
         """Start a spare process, if there is none, in which an engine of this factory loads faster."""
         if self._spare is None:
             module = factory.partition(":")[0]
-            self._spare = (module, await self._spawn(_ENGINE, repr(module)))
+            self._spare = (module, self._spawn("the spare engine process", _ENGINE, repr(module)))
 
-    async def _engine_process(self, factory: str) -> Process:
+    async def _engine_process(self, factory: str) -> ChildProcess:
         spare, self._spare = self._spare, None
         if spare is not None:
             module, process = spare
             if process.returncode is None and module == factory.partition(":")[0]:
                 return process
             logger.warning("the spare engine process ended with %s: starting another", ending(process.returncode or 0))
-            await self.end(process)
-        return await self._spawn(_ENGINE)
+            await self._group.stop_async(process)
+        return self._spawn("the engine process", _ENGINE)
 
     async def load(self, options: EngineOptions, progress: Progress | None) -> RunningEngine:
-        """Load an engine with these options, and return it. Raises what it says when it cannot start, EngineDied when
-        it says nothing.
+        """Load an engine with these options, and return it. Raises what it says when it cannot start, ProcessDiedError
+        when it says nothing.
         """
         self._reported = (0, "its imports")
         process = await self._engine_process(options.factory)
-        _write(process, options)
-        dying = asyncio.create_task(process.wait())
+        await _send(process, options)
+        dying = asyncio.create_task(process.ended())
         listening = asyncio.create_task(self._facts(options.epoch, progress))
         watching = asyncio.create_task(self._kill_if_stuck(process))
         try:
@@ -143,16 +119,16 @@ class Launcher:
                 if hung is not None:
                     raise EngineHung(hung)
                 code = dying.result()
-                raise EngineDied(f"the engine process ended while loading, with {ending(code)}", code)
+                raise ProcessDiedError(f"the engine process ended while loading, with {ending(code)}", code)
             return RunningEngine(options.epoch, process, listening.result())
         except KTransformersError:
-            await self.end(process)
+            await self._group.stop_async(process)
             raise
         finally:
             for task in (listening, dying, watching):
                 task.cancel()
 
-    async def _kill_if_stuck(self, process: Process) -> str | None:
+    async def _kill_if_stuck(self, process: ChildProcess) -> str | None:
         """Kill an engine whose loading does not go on, and say what was wrong with it."""
         limit = self._limit
         if not limit.seconds:
@@ -179,7 +155,7 @@ class Launcher:
                     if progress is not None:
                         progress(done, total, name)
                 case EngineFailed(_, error, message):
-                    raise _known_error(error, message)
+                    raise reported_error(error, message)
                 case EngineReady(_, facts):
                     return facts
 
@@ -187,37 +163,8 @@ class Launcher:
     def spare_pid(self) -> int | None:
         return None if self._spare is None else self._spare[1].pid
 
-    def forget(self, process: Process) -> None:
-        """Forget a process that has been waited for."""
-        self._children.discard(process)
-        assert process.stdin is not None
-        process.stdin.close()
 
-    async def end(self, process: Process) -> None:
-        """Kill a process, if it lives."""
-        if process.returncode is None:
-            process.kill()  # none of them holds anything that has to be written down
-        await process.wait()
-        self.forget(process)
-
-    async def end_all(self) -> None:
-        """Kill all processes that were started and not forgotten. Each once: a second signal would take a dead child's
-        status away from asyncio, which waits for it.
-        """
-        await asyncio.gather(*(self.end(child) for child in list(self._children)))
-
-
-def _write(child: Process, options: msgspec.Struct) -> None:
-    assert child.stdin is not None
-    child.stdin.write(framed(encode(options)))  # and not closed: its end shows the child that we are gone
-
-
-def _known_error(name: str, message: str) -> KTransformersError:
-    """The error that a child reported, of its class here."""
-    kind = getattr(errors, name, EngineError) if name in errors.__all__ else EngineError
-    try:
-        error = kind(message)
-    except TypeError:  # a class that wants more than a message
-        error = EngineError(message)
-    assert isinstance(error, KTransformersError)
-    return error
+async def _send(child: ChildProcess, options: msgspec.Struct) -> None:
+    """On a thread: one that still imports does not read yet. The pipe stays open: its end shows that we are gone."""
+    with suppress(BrokenPipeError):  # it has ended: whoever waits for that notices
+        await asyncio.to_thread(child.send, framed(encode(options)))

@@ -1,45 +1,17 @@
-"""What must not change when an engine is replaced, and the clock that waits for it.
+"""What must not change when an engine is replaced.
 
-How many deaths are too many is `system/restart_policy.py`'s.
+How many deaths are too many, and how long to wait, is `system/restart_policy.py`'s.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
 from dataclasses import replace
-from typing import Protocol
-
-from typing_extensions import override
 
 from ktransformers.config import EngineConfig
 from ktransformers.server.balance.messages import EngineFacts
+from ktransformers.system.restarts import Clock, SystemClock
 
 __all__ = ["Clock", "SystemClock", "pinned", "shortfall"]
-
-
-class Clock(Protocol):
-    """A clock of seconds from any beginning. Tests have one that stands still."""
-
-    def now(self) -> float:
-        """Return the seconds on this clock."""
-        ...
-
-    async def sleep(self, seconds: float) -> None:
-        """Wait for `seconds` by this clock."""
-        ...
-
-
-class SystemClock(Clock):
-    """The system's monotonic clock."""
-
-    @override
-    def now(self) -> float:
-        return time.monotonic()
-
-    @override
-    async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
 
 
 def pinned(config: EngineConfig, facts: EngineFacts) -> EngineConfig:

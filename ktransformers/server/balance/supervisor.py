@@ -11,7 +11,6 @@ requests. Everything runs on one event loop.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import os
 from collections.abc import Callable, Coroutine, Sequence
@@ -28,7 +27,7 @@ from ktransformers.core import Progress
 from ktransformers.errors import ConfigError, EngineError, KTransformersError, WeightError
 from ktransformers.scheduler.commands import News
 from ktransformers.scheduler.config import MAX_GAP_MS, MAX_ITL_RATIO, check_itl_ratio, check_max_gap
-from ktransformers.server.balance.launcher import EngineDied, EngineHung, Launcher, LoadLimit, RunningEngine
+from ktransformers.server.balance.launcher import EngineHung, Launcher, LoadLimit, RunningEngine
 from ktransformers.server.balance.messages import (
     Command,
     EngineDown,
@@ -39,9 +38,10 @@ from ktransformers.server.balance.messages import (
     encode,
 )
 from ktransformers.server.balance.model_files import ModelFiles
-from ktransformers.server.balance.restarts import Clock, SystemClock, pinned, shortfall
-from ktransformers.system.private_folder import PrivateFolder
-from ktransformers.system.restart_policy import RESTART_SECONDS, RestartPolicy, delays, ending, was_killed
+from ktransformers.server.balance.restarts import pinned, shortfall
+from ktransformers.system.process_group import ChildProcess, ProcessGroup
+from ktransformers.system.restart_policy import RestartPolicy, ending, was_killed
+from ktransformers.system.restarts import Clock, ProcessDiedError, Restarts, SystemClock
 
 __all__ = ["BalanceConfig", "Supervisor"]
 
@@ -111,23 +111,29 @@ class Supervisor:
     ):
         self._config, self._on_news, self._clock = config, on_news, clock or SystemClock()
         self._files = ModelFiles(files)
-        self._folder = PrivateFolder()
+        self._processes = ProcessGroup()
+        self._folder = self._processes.folder
         self._context = zmq.asyncio.Context()
         self._commands = self._bound(zmq.PUSH, "commands")
         self._news = self._bound(zmq.PULL, "news")
         limit = LoadLimit(config.engine_timeout, self._clock, self._say_hung)
-        self._launcher = Launcher(self._bound(zmq.PULL, "status"), limit)
+        self._launcher = Launcher(self._processes, self._bound(zmq.PULL, "status"), limit)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._deaths = RestartPolicy(config.max_engine_restarts)
+        policy = RestartPolicy(config.max_engine_restarts)
+        self._restarts = Restarts(policy, self._clock, "the engine", "--max_engine_restarts")
         self._engine: RunningEngine | None = None
         self._acknowledged: dict[
             int, asyncio.Future[None]
         ] = {}  # by epoch: the scheduler knows that this engine is gone
         self._is_closing = False
-        self.num_restarts = 0
         self.scheduler_pid: int | None = None
         self.pause: str | None = "the model is not loaded yet"
         self.failed: asyncio.Future[KTransformersError] = asyncio.get_running_loop().create_future()
+
+    @property
+    def num_restarts(self) -> int:
+        """Number of engine processes that were started in the place of another one."""
+        return self._restarts.num_restarts
 
     @property
     def engine_pid(self) -> int | None:
@@ -168,16 +174,15 @@ class Supervisor:
 
         Raises EngineError when it happens too often.
         """
-        for epoch in itertools.count():
-            try:
-                return await self._load(epoch, self._config.engine, progress)
-            except EngineDied as error:
-                if not isinstance(error, EngineHung) and not was_killed(error.code):
-                    raise
-                self._died_loading(epoch)
-                logger.warning("%s: trying again", error)
-                self.num_restarts += 1
-        raise AssertionError("epochs end")
+
+        async def failed(error: KTransformersError, delay: float) -> None:
+            is_luck = isinstance(error, EngineHung) or (isinstance(error, ProcessDiedError) and was_killed(error.code))
+            if not is_luck:
+                raise error
+            self._restarts.check()
+            logger.warning("%s: trying again", error)
+
+        return await self._restarts.until_ready(lambda epoch: self._load(epoch, self._config.engine, progress), failed)
 
     def _say_hung(self, what: str) -> None:
         self.pause = f"{what}; another one is started"
@@ -252,7 +257,7 @@ class Supervisor:
         while True:
             news = decoder.decode(await self._news.recv())
             for loss in news.losses:
-                self._deaths.excuse(loss.explained)
+                self._restarts.excuse(loss.explained)
                 if loss.epoch in self._acknowledged:
                     self._acknowledged[loss.epoch].set_result(None)
             if news.hanging is not None:
@@ -288,9 +293,8 @@ class Supervisor:
 
     # Watching.
 
-    async def _watch_scheduler(self, scheduler: asyncio.subprocess.Process) -> None:
-        code = await scheduler.wait()
-        self._launcher.forget(scheduler)
+    async def _watch_scheduler(self, scheduler: ChildProcess) -> None:
+        code = await scheduler.ended()
         self._fail(EngineError(f"the scheduler process ended with {ending(code)}; nothing can be answered any more"))
 
     async def _watch_files(self) -> None:
@@ -313,9 +317,8 @@ class Supervisor:
     async def _keep_engine(self, engine: RunningEngine) -> None:
         """Raises KTransformersError when there can be no other engine."""
         while True:
-            code = await engine.process.wait()
+            code = await engine.process.ended()
             self.pause = self.pause or "the engine died; another one is started"
-            self._launcher.forget(engine.process)
             began = self._clock.now()
             logger.warning("the engine ended with %s: starting another one, running requests will go on", ending(code))
             await self._check_files()
@@ -327,54 +330,36 @@ class Supervisor:
     async def _lose(self, epoch: int) -> None:
         """Count the death of an engine that served, unless the scheduler can explain it. Raises EngineError."""
         acknowledged = self._acknowledged[epoch] = asyncio.get_running_loop().create_future()
-        self._deaths.count(epoch, self._clock.now())
+        self._restarts.count(epoch)
         await self.send(EngineDown(epoch))
         await acknowledged
         del self._acknowledged[epoch]
-        self._check_deaths()
-
-    def _check_deaths(self) -> None:
-        """Raises EngineError when engines die too often."""
-        deaths = self._deaths
-        if deaths.is_exceeded:
-            raise EngineError(
-                f"the engine died {deaths.num_deaths} times in {RESTART_SECONDS:.0f} s; giving up "
-                "(--max_engine_restarts)"
-            )
-
-    def _died_loading(self, epoch: int) -> None:
-        """Raises EngineError when engines die too often."""
-        self._deaths.count(epoch, self._clock.now())
-        self._check_deaths()
+        self._restarts.check()
 
     async def _replaced(self, last: RunningEngine) -> RunningEngine:
         """Another engine that can do what `last` could. Waits for memory to come free, however long that takes.
 
         Raises EngineError when engines die too often while they load, WeightError when the files have changed.
         """
-        config, epoch = pinned(self._config.engine, last.facts), last.epoch
-        for delay in delays():
-            epoch += 1
-            self.num_restarts += 1
-            try:
-                return await self._load_equal(epoch, config, last.facts)
-            except EngineDied as error:
+        config = pinned(self._config.engine, last.facts)
+
+        async def failed(error: KTransformersError, delay: float) -> None:
+            if isinstance(error, ProcessDiedError):
                 logger.warning("%s: trying again", error)
-                self._died_loading(epoch)
                 await self._check_files()
-            except KTransformersError as error:
-                await self._check_files()
-                self.pause = f"no engine can start at the moment: {error}"
-                logger.error("no engine can start: %s; running requests wait, trying again in %.0f s", error, delay)
-                await self._clock.sleep(delay)
-        raise AssertionError("delays end")
+                return
+            await self._check_files()
+            self.pause = f"no engine can start at the moment: {error}"
+            logger.error("no engine can start: %s; running requests wait, trying again in %.0f s", error, delay)
+
+        return await self._restarts.until_ready(lambda epoch: self._load_equal(epoch, config, last.facts), failed)
 
     async def _load_equal(self, epoch: int, config: EngineConfig, first: EngineFacts) -> RunningEngine:
         """Raises EngineError for an engine with less than `first`: its steps would write beyond its cache."""
         engine = await self._load(epoch, config, None)
         missing = shortfall(first, engine.facts)
         if missing is not None:
-            await self._launcher.end(engine.process)
+            await self._processes.stop_async(engine.process)
             raise EngineError(f"the new engine does not match the one that died: {missing}")
         return engine
 
@@ -390,6 +375,5 @@ class Supervisor:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._launcher.end_all()
         self._context.destroy(linger=0)
-        self._folder.remove()
+        await self._processes.close_async()  # none of them holds anything that has to be written down

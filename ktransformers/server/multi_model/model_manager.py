@@ -1,6 +1,8 @@
 """Does what the pool decides: loads and stops models, wakes requests that wait. Knows no HTTP.
 
-All on one event loop. Whatever happens ends in `poke`, which asks the pool what is to be done now.
+All on one event loop. Whatever happens ends in `poke`, which asks the pool what is to be done now. It has no processes:
+those of a model are its backend's, which replaces them; a model whose backend gives up is stopped, and loaded anew for
+the next request.
 """
 
 from __future__ import annotations

@@ -19,13 +19,11 @@ from enum import StrEnum
 
 from ktransformers.core import format_bytes
 from ktransformers.errors import CapacityError, KTransformersError
+from ktransformers.system.restart_policy import delay_after
 
 __all__ = ["ModelPool", "ModelState", "PoolAction", "PoolActionKind", "PooledModel"]
 
 Clock = Callable[[], float]
-
-FIRST_BACK_OFF, MOST_BACK_OFF = 1.0, 60.0
-"""Seconds after a load that failed in which no other is tried; they double each time."""
 
 
 class ModelState(StrEnum):
@@ -213,9 +211,8 @@ class ModelPool:
         entry.state, entry.patience = ModelState.STOPPED, None
 
     def _note_failure(self, entry: _Entry, error: KTransformersError) -> None:
-        wait = min(FIRST_BACK_OFF * 2**entry.num_failures, MOST_BACK_OFF)
-        entry.error, entry.retry_at = error, self._clock() + wait
         entry.num_failures += 1
+        entry.error, entry.retry_at = error, self._clock() + delay_after(entry.num_failures)
         self.totals[entry.name].num_failures += 1
 
     def _use(self, entry: _Entry, num_users: int) -> None:

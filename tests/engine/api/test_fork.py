@@ -108,7 +108,6 @@ def test_a_child_that_drops_the_model_ends() -> None:
 def test_multiprocessing_and_the_engine_of_one_sequence() -> None:
     said = run(
         """
-        from tests.support.engines.one_sequence import static_engine
         llm = LLM.from_engine(build_engine(EngineConfig(gguf_path=DEMO, cpu_infer=2, cache_lens=256)))
         first = llm.generate("Once", temperature=0, max_tokens=4)[0].token_ids
 
@@ -116,7 +115,7 @@ def test_multiprocessing_and_the_engine_of_one_sequence() -> None:
             expect("generate", lambda: llm.generate("a"))
             expect("chat", lambda: llm.chat("a"))
             expect("stream", lambda: llm.stream("a"))
-            expect("session", lambda: llm.session)
+            expect("saved", lambda: llm.saved_nbytes([1]))
             llm.close()
 
         process = multiprocessing.get_context("fork").Process(target=child)
@@ -126,7 +125,7 @@ def test_multiprocessing_and_the_engine_of_one_sequence() -> None:
         assert llm.generate("Once", temperature=0, max_tokens=4)[0].token_ids == first
         """
     )
-    assert said == ["generate refused", "chat refused", "stream refused", "session refused", "child 0"]
+    assert said == ["generate refused", "chat refused", "stream refused", "saved refused", "child 0"]
 
 
 @pytest.mark.exhaustive

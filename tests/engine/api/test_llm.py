@@ -1,5 +1,5 @@
-"""LLM on the bundled model: many prompts in one call, each answered as it is alone. The oracle is the engine of one
-sequence on a static cache.
+"""LLM on the bundled model: many prompts in one call, each answered as it is alone. The oracle is one sequence without
+a scheduler.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ import pytest
 
 from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
 from ktransformers.core import FinishReason, SamplingParams
-from ktransformers.engine.api.batch_loop import BatchLoop
+from ktransformers.engine.api.engine_loop import EngineLoop
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.sequence.outputs import Prompt, RequestOutput
-from ktransformers.errors import ConfigError, ContextLengthError, EngineError, UnsupportedError
+from ktransformers.errors import ConfigError, ContextLengthError, EngineError
 from ktransformers.scheduler.records import StepPlan, StepResult
+from tests.support.engines.one_sequence import static_engine
+from tests.support.engines.sequential import Alone
 from tests.support.engines.stepping import Stepping
 from tests.support.models.demo import DEMO_CHECKPOINT
 
@@ -39,9 +41,10 @@ Case = tuple[Prompt, SamplingParams]
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[LLM]:
-    with LLM.from_engine(build_engine(EngineConfig(gguf_path=DEMO, cpu_infer=1, cache_lens=1024))) as llm:
-        yield llm
+def alone() -> Iterator[Alone]:
+    engine = static_engine(EngineConfig(gguf_path=DEMO, cpu_infer=1, cache_lens=1024))
+    yield Alone(engine)
+    engine.close()
 
 
 @pytest.fixture(scope="module")
@@ -112,16 +115,16 @@ def mixed_cases(count: int, longest: int = 120) -> list[Case]:
     return cases
 
 
-def test_a_batch_is_what_each_prompt_gives_alone(llm: LLM, alone: LLM) -> None:
+def test_a_batch_is_what_each_prompt_gives_alone(llm: LLM, alone: Alone) -> None:
     cases = mixed_cases(24)
     prompts, params = [prompt for prompt, _ in cases], [one for _, one in cases]
     together = llm.generate(prompts, params)
     for output, prompt, one in zip(together, prompts, params, strict=True):
-        assert facts(output) == facts(alone.generate(prompt, one)[0])
+        assert facts(output) == facts(alone.generate(prompt, one))
     assert batches(llm).stats().num_running == 0
 
 
-def test_answers_that_do_not_fit_beside_each_other_take_turns(alone: LLM) -> None:
+def test_answers_that_do_not_fit_beside_each_other_take_turns(alone: Alone) -> None:
     """Four of up to 106 tokens in 256: pages are taken from some and given back."""
     prompts = [[i, 5, 6, 7, 8, 9] for i in range(7)]
     params = [SamplingParams(temperature=0.8, ignore_eos=True, max_tokens=93 + i, seed=i) for i in range(7)]
@@ -129,14 +132,14 @@ def test_answers_that_do_not_fit_beside_each_other_take_turns(alone: LLM) -> Non
         together = small.generate(prompts, params)
         assert batches(small).stats().num_preemptions > 0
     for output, prompt, one in zip(together, prompts, params, strict=True):
-        assert facts(output) == facts(alone.generate(prompt, one)[0])
+        assert facts(output) == facts(alone.generate(prompt, one))
 
 
-def test_conversations_and_what_they_share(llm: LLM, alone: LLM) -> None:
+def test_conversations_and_what_they_share(llm: LLM, alone: Alone) -> None:
     system = {"role": "system", "content": "You answer questions about numbers, briefly and in whole sentences."}
     conversations = [[system, {"role": "user", "content": f"What is {n} + 25?"}] for n in range(10, 22)]
     together = llm.chat(conversations, GREEDY)
-    assert [output.text for output in together] == [alone.chat(one, GREEDY)[0].text for one in conversations]
+    assert [output.text for output in together] == [alone.chat(one, GREEDY).text for one in conversations]
     assert max(output.stats.cached_len for output in together) >= 16  # pages of the system message
     begun = llm.chat("What is 17 + 25?", GREEDY)[0]
     more = [{"role": "user", "content": "What is 17 + 25?"}, {"role": "assistant", "content": begun.text}]
@@ -144,12 +147,12 @@ def test_conversations_and_what_they_share(llm: LLM, alone: LLM) -> None:
     assert again.stats.cached_len >= 8 * (len(begun.prompt_token_ids) // 8)
 
 
-def test_samples_of_one_prompt_differ_and_can_be_repeated(llm: LLM, alone: LLM) -> None:
+def test_samples_of_one_prompt_differ_and_can_be_repeated(llm: LLM, alone: Alone) -> None:
     params = SamplingParams(temperature=1.5, max_tokens=12, ignore_eos=True)
     outputs = llm.generate(["Once upon a time"] * 6, params)
     assert len({output.token_ids for output in outputs}) > 1
     for output in outputs:
-        assert facts(alone.generate("Once upon a time", output.params)[0]) == facts(output)
+        assert facts(alone.generate("Once upon a time", output.params)) == facts(output)
 
 
 def test_a_seed_of_the_model_makes_everything_repeatable() -> None:
@@ -162,13 +165,13 @@ def test_a_seed_of_the_model_makes_everything_repeatable() -> None:
     assert len(set(texts[0])) > 1
 
 
-def test_what_can_be_asked(llm: LLM, alone: LLM) -> None:
+def test_what_can_be_asked(llm: LLM, alone: Alone) -> None:
     ids = llm.tokenizer.encode("Hello")
     assert llm.generate([]) == []
     assert [len(llm.generate(one, GREEDY)) for one in ("Hello", ids, ["Hello"], [ids, "Hello"])] == [1, 1, 1, 2]
     question = "What is 17 + 25?"
     message = {"role": "user", "content": question}
-    wanted = alone.chat([message], GREEDY)[0]
+    wanted = alone.chat([message], GREEDY)
     for asked in (question, [message], [question], [[message]]):
         assert facts(llm.chat(asked, replace(GREEDY, seed=wanted.params.seed))[0]) == facts(wanted)
     assert "42" in str(wanted)
@@ -206,8 +209,6 @@ def test_wrong_messages(llm: LLM) -> None:
         llm.chat([])
     with pytest.raises(ConfigError, match=r"a message is a dict with `role` and `content`, got 5"):
         llm.chat([[5]])  # type: ignore[list-item]
-    with pytest.raises(UnsupportedError, match="has a session"):
-        _ = llm.session
 
 
 # --- streams ---------------------------------------------------------------------------------------------------------
@@ -251,9 +252,9 @@ def test_leaving_a_stream_frees_its_pages(llm: LLM) -> None:
 # --- threads and interrupts ------------------------------------------------------------------------------------------
 
 
-def test_a_stream_is_suspended_and_resumed(llm: LLM, alone: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_is_suspended_and_resumed(llm: LLM, alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
     params = replace(GREEDY, ignore_eos=True)
-    expected = alone.generate("Once upon a time", params)[0].token_ids
+    expected = alone.generate("Once upon a time", params).token_ids
     steps = Stepping(monkeypatch, 3)
     events = llm.stream("Once upon a time", params, request_id="mine")
     assert not llm.suspend("mine"), "it has not begun"
@@ -290,22 +291,30 @@ def test_a_suspended_stream_can_be_left_and_closing_ends_it(monkeypatch: pytest.
         list(kept)
 
 
-def test_an_engine_of_one_sequence_suspends_nothing(alone: LLM) -> None:
-    for call in (
-        lambda: alone.suspend("r"),
-        lambda: alone.resume("r"),
-        lambda: alone.stream("Hello", request_id="r"),
-    ):
-        with pytest.raises(UnsupportedError, match="one prompt at a time"):
-            call()
+def test_an_engine_of_one_sequence_suspends_too(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = replace(GREEDY, ignore_eos=True)
+    wanted = {text: alone.generate(text, params).token_ids for text in ("Once upon a time", "Hello")}
+    steps = Stepping(monkeypatch, 3)
+    engine = build_engine(EngineConfig(gguf_path=DEMO, cpu_infer=1, cache_lens=256))
+    with LLM.from_engine(engine) as one:
+        assert repr(one).endswith("256 tokens of cache, one prompt at a time)")
+        told: list[tuple[int, int]] = []
+        events = one.stream("Once upon a time", params, on_prefill=lambda *done: told.append(done), request_id="r")
+        got = [next(events).token_id]
+        assert one.suspend("r")
+        steps.go_on()
+        assert one.generate("Hello", params)[0].token_ids == wanted["Hello"]
+        assert one.resume("r")
+        assert tuple(got + [event.token_id for event in events]) == wanted["Once upon a time"]
+        assert told[0] == (0, len(one.tokenizer.encode("Once upon a time")))
 
 
-def test_threads_share_the_model(llm: LLM, alone: LLM) -> None:
+def test_threads_share_the_model(llm: LLM, alone: Alone) -> None:
     cases = mixed_cases(16)
     with ThreadPoolExecutor(8) as pool:
         outputs = list(pool.map(lambda case: llm.generate(*case)[0], cases))
     for output, (prompt, params) in zip(outputs, cases, strict=True):
-        assert facts(output) == facts(alone.generate(prompt, params)[0])
+        assert facts(output) == facts(alone.generate(prompt, params))
 
 
 def test_an_interrupt_ends_the_call_and_nothing_else(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,25 +343,26 @@ def engine_threads() -> list[threading.Thread]:
 
 
 def test_an_interrupt_gives_loading_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, reports, closing, close = engine_threads(), [], threading.Event(), BatchLoop.close
+    before, reports, noticed_in_time = engine_threads(), [], list[bool]()
+    closing, close = threading.Event(), EngineLoop.close
 
     def progress(*report: Any) -> None:
         reports.append(report)
         if len(reports) == 2:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            assert closing.wait(60)
+            noticed_in_time.append(closing.wait(60))
 
-    def noticed(self: BatchLoop) -> None:
+    def noticed(self: EngineLoop[Any]) -> None:
         threading.Thread(target=close, args=(self,)).start()  # which waits for the loading to end
-        while not self._is_closed:
+        while not self.is_closed:
             pass
         closing.set()
         close(self)
 
-    monkeypatch.setattr(BatchLoop, "close", noticed)
+    monkeypatch.setattr(EngineLoop, "close", noticed)
     with pytest.raises(KeyboardInterrupt):
         LLM(DEMO, cpu_infer=1, cache_lens=64, progress=progress)
-    assert len(reports) == 2
+    assert (len(reports), noticed_in_time) == (2, [True])
     assert engine_threads() == before
 
 
@@ -365,7 +375,7 @@ def test_a_cache_without_room_is_refused() -> None:
 
 
 def test_a_step_that_fails_ends_the_answers_that_were_in_it(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    llm: LLM, alone: Alone, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     executor, fails = batches(llm).engine.executor, [True]
     execute = executor.execute
@@ -380,8 +390,7 @@ def test_a_step_that_fails_ends_the_answers_that_were_in_it(
     with pytest.raises(EngineError, match=r"prompt 0 of 2 .* RuntimeError: out of luck"):
         llm.generate(["a", "b"], GREEDY)
     assert "a step failed" in caplog.text
-    with LLM.from_engine(build_engine(EngineConfig(gguf_path=DEMO, cpu_infer=1, cache_lens=64))) as other:
-        assert llm.generate("a", GREEDY)[0].token_ids == other.generate("a", GREEDY)[0].token_ids
+    assert llm.generate("a", GREEDY)[0].token_ids == alone.generate("a", GREEDY).token_ids
     assert executor.num_runs <= 4
 
 
@@ -403,7 +412,7 @@ def test_closing(capfd: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(EngineError, match="this LLM is closed: make a new one"):
             use()
     engine = build_engine(EngineConfig(gguf_path=DEMO, cpu_infer=1, cache_lens=64), page_size=8, max_batch_size=2)
-    forgotten = LLM.from_engine(engine, max_batch_size=2)
+    forgotten = LLM.from_engine(engine)
     assert forgotten.generate("a", GREEDY)[0].text
     assert workers() == others + 1
     del forgotten
@@ -423,11 +432,10 @@ def test_a_script_that_closes_nothing_ends() -> None:
 # --- what is shown ---------------------------------------------------------------------------------------------------
 
 
-def test_reprs_are_short(llm: LLM, alone: LLM) -> None:
+def test_reprs_are_short(llm: LLM) -> None:
     shown = repr(llm)
     assert shown.startswith("LLM(qwen3_moe")
     assert "1024 tokens of cache, 4 prompts at once" in shown
-    assert repr(alone) == "LLM(1024 tokens of context, one prompt at a time)"
     (output,) = llm.generate([7] * 500, SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=100, seed=1))
     assert "500 prompt tokens, 100 tokens" in repr(output)
     assert len(repr(output)) < 250

@@ -16,7 +16,6 @@ from ktransformers.engine.api.async_llm import AsyncLLM
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import build_engine
 from ktransformers.errors import EngineError
-from tests.support.engines.one_sequence import static_engine
 
 DEMO = next(iter(sorted(DEMO_MODEL_PATH.glob("*.gguf"))))
 FEW = SamplingParams(temperature=0.0, max_tokens=2)
@@ -41,14 +40,14 @@ def tensor_bytes() -> int:
 
 def paged() -> LLM:
     engine = build_engine(EngineConfig(gguf_path=DEMO, cpu_infer=1, cache_lens=64), page_size=8, max_batch_size=2)
-    return LLM.from_engine(engine, max_batch_size=2)
+    return LLM.from_engine(engine)
 
 
 MADE: dict[str, Callable[[], LLM]] = {
     "constructor": lambda: LLM(DEMO, cpu_infer=1, cache_lens=20000),
     "paged engine": paged,
     "engine of one sequence": lambda: LLM.from_engine(
-        static_engine(EngineConfig(gguf_path=DEMO, cpu_infer=1, cache_lens=64))
+        build_engine(EngineConfig(gguf_path=DEMO, cpu_infer=1, cache_lens=64))
     ),
 }
 
@@ -102,7 +101,7 @@ def test_every_later_use_says_that_it_is_closed() -> None:
         lambda: llm.chat("a"),
         lambda: llm.stream("a"),
         lambda: llm.engine,
-        lambda: llm.session,
+        lambda: llm.saved_nbytes([1]),
         lambda: llm.suspend("a"),
         lambda: llm.resume("a"),
         lambda: llm.save_session("/nowhere/at/all", session),

@@ -45,7 +45,7 @@ def test_steps_tell_what_they_did(
     )
     steps = [ids[:-8], *([token] for token in ids[-8:])]
     with closing(static_engine(asked, hardware=Hardware(detect_machine(gpus=cuda_memory)))) as engine:
-        runtime, logits, differing, num_timed = StepRuntime(engine.runner), list[torch.Tensor](), 0, 0
+        runtime, logits, differing, num_timed = StepRuntime(engine.runner.steps), list[torch.Tensor](), 0, 0
         for is_on in (False, True):
             if is_on:
                 runtime.start()

@@ -12,6 +12,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import plan_model
 from ktransformers.kernels.triton.quant.repack import GpuLayout
 from ktransformers.kernels.types import QuantType
+from ktransformers.operators.experts.paths.resident import ResidentPath
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.optimize.plan import Plan
 from tests.support.engines.fake_gpus import fake_hardware
@@ -50,7 +51,7 @@ def test_a_model_of_few_bits_on_the_gpu(name: str, tmp_path: Path) -> None:
     config = config_of(QuantType[name], tmp_path, 1)
     engine, plain = static_engine(config, hardware=fake_hardware()), static_engine(config, hardware=fake_hardware(0))
     held = [operator for operator in engine.plan.operators.values() if isinstance(operator, KTransformersExperts)]
-    found = [operator._gpu for operator in held if operator._gpu is not None]
+    found = [path.experts for operator in held if (path := operator.path(ResidentPath)) is not None]
     assert [(gpu.up.qtype, gpu.up.layout) for gpu in found] == [(QuantType[name], GpuLayout.CPU_PACKED)]
     ids = list(range(3, 12))
     got, want = (each.runner.forward(ids, 0, range(len(ids))).float() for each in (engine, plain))
@@ -70,8 +71,9 @@ def test_types_with_a_grid_are_multiplied_in_their_own_bits(tmp_path: Path) -> N
     engine = gpu_engine(path, optimize_config_path=rules, use_cuda_graph=False)
     assert (types_of(engine.plan, ".mlp.experts"), types_of(engine.plan, ".q_proj")) == ({"IQ2_XXS"}, {"IQ3_S"})
     experts = next(one for one in engine.plan.operators.values() if isinstance(one, KTransformersExperts))
-    assert experts._gpu is not None
-    assert experts._gpu.down.layout is GpuLayout.CPU_PACKED
+    resident = experts.path(ResidentPath)
+    assert resident is not None
+    assert resident.experts.down.layout is GpuLayout.CPU_PACKED
     with torch.no_grad():
         want = dequantized(model, of_experts, others)(torch.tensor([ids])).logits[0]
     errors = (engine.runner.forward(ids, 0, range(len(ids))) - want).norm(dim=-1) / want.norm(dim=-1)

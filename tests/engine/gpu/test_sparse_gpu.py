@@ -13,11 +13,9 @@ import torch
 from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
-from ktransformers.operators.attention.block_indexer import KBlockIndexer
 from ktransformers.operators.attention.gqa import KAttention
 from ktransformers.operators.attention.indexer import KIndexer
 from ktransformers.operators.attention.mla import KMLAAttention
-from ktransformers.operators.attention.pooled_indexer import KPooledIndexer
 from ktransformers.system.shipped_rules import shipped_path
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.engines.one_sequence import static_engine
@@ -74,9 +72,7 @@ def test_chunks_and_replayed_steps_agree_with_transformers(model_type: str, tmp_
     config = EngineConfig(model_path=tmp_path, cache_lens=24, cpu_infer=1, optimize_config_path=rules)
     with closing(static_engine(config, hardware=fake_hardware(graphs=graphs))) as engine:
         got = torch.cat([engine.runner.forward(ids[a:b], a, range(b - a)).clone() for a, b in CHUNKS])
-        indexers = [
-            m for m in engine.runner.model.modules() if isinstance(m, KIndexer | KBlockIndexer | KPooledIndexer)
-        ]
+        indexers = [m for m in engine.runner.model.modules() if isinstance(m, KIndexer)]
     assert len(indexers) == (1 if model_type in ("glm_moe_dsa", *POOLED_TYPES) else 2)
     assert graphs.replays > 0
     assert all(indexer.device.is_gpu for indexer in indexers)

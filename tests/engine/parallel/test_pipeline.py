@@ -30,7 +30,6 @@ from ktransformers.operators.layers.native_stack import NativeStack
 from tests.support.engines.cut_models import BF16, HARDWARE, detect_bf16
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.engines.gpu_engines import step_row
-from tests.support.engines.one_sequence import static_engine
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
 from tests.support.engines.stage_engines import IDS, engine_of, logits_in_steps
 from tests.support.models.demo import DEMO_GGUF
@@ -281,9 +280,6 @@ def test_prompts_begin_at_states_that_all_stages_keep(layers: str, tmp_path: Pat
 
 def test_settings_that_contradict_it(tmp_path: Path) -> None:
     write_safetensors(tiny_model("llama", seed=1), tmp_path)
-    config = EngineConfig(model_path=tmp_path, pipeline=2)
-    with pytest.raises(ConfigError, match="--pipeline 2 is for many sequences at once"):
-        static_engine(config)
     for settings, says in (
         ({"pipeline": 0}, "--pipeline must be a number from 1 to 64, got 0"),
         ({"pipeline": 2, "tensor_parallel": 2}, "in two ways: choose one of them"),

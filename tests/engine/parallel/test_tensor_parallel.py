@@ -23,7 +23,6 @@ from ktransformers.weights.cut_source import CutSource, TensorSlice
 from tests.support.engines.cut_models import HARDWARE
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.engines.gpu_engines import sequence_start, step_row
-from tests.support.engines.one_sequence import static_engine
 from tests.support.models.demo import DEMO_GGUF
 from tests.support.models.recurrent_models import recurrent_model
 from tests.support.models.tiny_models import tiny_model, write_safetensors
@@ -175,8 +174,6 @@ def test_settings_that_contradict_it(settings: dict[str, object], says: str) -> 
 
 def test_who_cannot_have_it() -> None:
     config = EngineConfig(gguf_path=DEMO_GGUF, tensor_parallel=2)
-    with pytest.raises(ConfigError, match="is for many sequences at once: --backend_type balance_serve"):
-        static_engine(config, hardware=fake_hardware())
     with pytest.raises(ConfigError, match="for several GPUs, and there is none"):
         build_engine(config, page_size=8, max_batch_size=1, hardware=fake_hardware().without_gpus())
 

@@ -1,27 +1,35 @@
-"""The generation loop, the session and the offline API, on models without weights."""
+"""Generations over a loop, and the offline API, on models without weights. The oracle is one sequence without a
+scheduler.
+"""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from ktransformers.engine.sequence.generate import Control, GenerateConfig, PartialGeneration, begin_generation
-from ktransformers.engine.sequence.generate import prefill_and_generate as generate
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent
+from ktransformers.engine.api.batch_loop import BatchLoop, EngineRequest
+from ktransformers.engine.api.generate import Control, prefill_and_generate
 from ktransformers.engine.api.llm import LLM, default_sampling_params
-from ktransformers.errors import ConfigError, ContextLengthError
+from ktransformers.errors import ConfigError, ContextLengthError, EngineError
 from ktransformers.tokenizer import Tokenizer
 from tests.support.engines.fake_runner import FakeEngine, FakeRunner, byte_tokenizer, ngram_logits, scripted_engine
 from tests.support.engines.sequential import Session, common_prefix_len
+from tests.support.engines.stepping import Stepping
 
 VOCAB = 50
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0, seed=1)
+
+Loop = BatchLoop[FakeEngine]
 
 
 def ngram_runner(max_len: int = 64) -> FakeRunner:
@@ -32,24 +40,40 @@ def ids_of(events: list[TokenEvent]) -> list[int]:
     return [event.token_id for event in events if event.token_id is not None]
 
 
-def prefill_and_generate(
+@contextmanager
+def loop_over(
     runner: FakeRunner,
-    prompt: Sequence[int],
-    params: SamplingParams,
     *,
-    chunk_size: int,
+    chunk_size: int = 4,
+    page_size: int = 1,
     eos_token_ids: tuple[int, ...] = (),
     tokenizer: Tokenizer | None = None,
-    cached_len: int = 0,
-    **control,
+) -> Iterator[Loop]:
+    """Pages of one token, unless it is said otherwise: whatever is known of a sequence is found again."""
+    engine = FakeEngine(runner, tokenizer or Tokenizer(None), page_size=page_size, chunk_size=chunk_size)
+    engine.model = replace(engine.model, eos_token_ids=eos_token_ids)
+    loop: Loop = BatchLoop(lambda report: engine)
+    yield loop
+    loop.close()
+
+
+def ask(
+    loop: Loop, prompt: list[int], params: SamplingParams, answer_ids: list[int] | None = None, **control: Any
 ) -> Iterator[TokenEvent]:
-    config = GenerateConfig(chunk_size, eos_token_ids, tokenizer)
-    return generate(begin_generation(runner, PartialGeneration(prompt, params), config), cached_len, Control(**control))
+    loop.check(prompt, params)
+    request = EngineRequest(prompt, params, answer_ids=answer_ids or ())
+    return iter(prefill_and_generate(loop, request, Control(**control)))
 
 
-def run(params: SamplingParams = GREEDY, prompt: tuple[int, ...] = (1, 2, 3, 4, 5), **options) -> list[TokenEvent]:
-    options = {"chunk_size": 4} | options
-    return list(prefill_and_generate(options.pop("runner", None) or ngram_runner(), prompt, params, **options))
+def run(
+    params: SamplingParams = GREEDY,
+    prompt: tuple[int, ...] = (1, 2, 3, 4, 5),
+    runner: FakeRunner | None = None,
+    control: dict[str, Any] | None = None,
+    **options: Any,
+) -> list[TokenEvent]:
+    with loop_over(runner or ngram_runner(), **options) as loop:
+        return list(ask(loop, list(prompt), params, **control or {}))
 
 
 def naive(prompt: list[int], count: int) -> list[int]:
@@ -71,14 +95,57 @@ def test_tokens_do_not_depend_on_the_chunk(chunk_size: int) -> None:
     assert runner.calls[len(prefill) :] == [(5 + i, 1, 1) for i in range(11)]  # the last token is not run
 
 
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.9, "top_p": 0.9, "logprobs": 2},
+    {"temperature": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+    {"temperature": 1.0, "stop": ("a", "7"), "min_tokens": 6, "ignore_eos": True},
+    {"temperature": 1.4, "top_k": 20, "min_p": 0.02, "stop_token_ids": tuple(range(0, 256, 25))},
+    {"temperature": 0.0, "logprobs": 1, "prompt_logprobs": 1},
+]
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("chunk_size", [1, 3, 64])
+def test_answers_are_those_of_one_sequence_alone(chunk_size: int, page_size: int) -> None:
+    """Prompts that begin alike, one after the other, in a cache that forgets some; answers from any token on."""
+    tokenizer, rng, seen = byte_tokenizer(), random.Random(chunk_size), set[int]()
+    vocab, ends = tokenizer.vocab_size, tokenizer.eos_token_ids
+    shared = [rng.randrange(256) for _ in range(40)]
+    oracle = Session(FakeRunner(ngram_logits(vocab), vocab, 96), chunk_size=7, eos_token_ids=ends, tokenizer=tokenizer)
+    runner = FakeRunner(ngram_logits(vocab), vocab, 96)
+    with loop_over(runner, chunk_size=chunk_size, page_size=page_size, eos_token_ids=ends, tokenizer=tokenizer) as loop:
+        for number in range(40):
+            params = SamplingParams(**{"seed": number, "max_tokens": rng.randint(6, 20), **KINDS[number % len(KINDS)]})
+            prompt = shared[: rng.randint(0, 40)] + [rng.randrange(256) for _ in range(rng.randint(1, 20))]
+            want = list(oracle.generate(prompt, params))
+            known = 0 if params.prompt_logprobs is not None else rng.randrange(len(want))
+            answer = ids_of(want)[:known]
+            events = list(ask(loop, prompt, params, answer))
+            assert facts(events) == facts(want[known:])
+            found = events[-1].stats
+            assert (found.prompt_len, found.completion_len) == (len(prompt), len(ids_of(want)))
+            assert found.cached_len % page_size == 0
+            seen.add(found.cached_len)
+    assert len(seen) > 1
+
+
+def facts(events: list[TokenEvent]) -> list[tuple[object, ...]]:
+    return [(e.token_id, e.text, e.logprobs, e.finish_reason, e.stop, e.prompt_logprobs) for e in events]
+
+
 def test_progress_of_the_prompt() -> None:
     told: list[tuple[int, int]] = []
-    run(replace(GREEDY, max_tokens=3), chunk_size=2, on_prefill=lambda *progress: told.append(progress))
+
+    def tell(done: int, total: int) -> None:
+        told.append((done, total))
+
+    run(replace(GREEDY, max_tokens=3), chunk_size=2, control={"on_prefill": tell})
     assert told == [(0, 5), (2, 5), (4, 5)]  # and nothing for the tokens of the answer
-    runner, told[:] = ngram_runner(), []
-    session = Session(runner, chunk_size=2)
-    list(session.generate([1, 2, 3], replace(GREEDY, max_tokens=1)))
-    list(session.generate([1, 2, 3, 4, 5, 6], GREEDY, None, lambda *progress: told.append(progress)))
+    told.clear()
+    with loop_over(ngram_runner(), chunk_size=2) as loop:
+        list(ask(loop, [1, 2, 3], replace(GREEDY, max_tokens=1)))
+        list(ask(loop, [1, 2, 3, 4, 5, 6], GREEDY, on_prefill=tell))
     assert told == [(0, 3), (2, 3)]  # what was cached does not count
 
 
@@ -110,18 +177,17 @@ def test_max_tokens_is_clipped_to_the_cache() -> None:
 
 def test_prompt_checks_come_before_any_work() -> None:
     runner = ngram_runner(max_len=5)
-    with pytest.raises(ContextLengthError, match=r"is 5 tokens \(set by --cache_lens\).*has 5 tokens") as caught:
-        prefill_and_generate(runner, [1] * 5, GREEDY, chunk_size=4)
-    assert (caught.value.prompt_len, caught.value.max_len) == (5, 5)
-    for prompt, message in (([], "empty"), ([VOCAB], "names token 50"), ([-1], "names token -1")):
-        with pytest.raises(ConfigError, match=message):
-            prefill_and_generate(runner, prompt, GREEDY, chunk_size=4)
-    with pytest.raises(ConfigError, match="chunk_size"):
-        prefill_and_generate(runner, [1], GREEDY, chunk_size=0)
-    with pytest.raises(ValueError, match="cached_len"):
-        prefill_and_generate(runner, [1], GREEDY, chunk_size=4, cached_len=1)
-    with pytest.raises(ConfigError, match="stop strings need a tokenizer"):
-        prefill_and_generate(runner, [1], replace(GREEDY, stop=("x",)), chunk_size=4, tokenizer=Tokenizer(None))
+    with loop_over(runner) as loop:
+        with pytest.raises(ContextLengthError, match=r"is 5 tokens \(set by --cache_lens\).*has 5 tokens") as caught:
+            loop.check([1] * 5, GREEDY)
+        assert (caught.value.prompt_len, caught.value.max_len) == (5, 5)
+        for prompt, message in (([], "empty"), ([VOCAB], "names token 50"), ([-1], "names token -1")):
+            with pytest.raises(ConfigError, match=message):
+                loop.check(prompt, GREEDY)
+        with pytest.raises(ConfigError, match="stop strings need a tokenizer"):
+            loop.check([1], replace(GREEDY, stop=("x",)))
+    with pytest.raises(ConfigError, match="chunk_size"), loop_over(runner, chunk_size=0):
+        pass
     assert runner.calls == []
 
 
@@ -136,14 +202,44 @@ def test_end_tokens() -> None:
     assert ids_of(run(replace(ignoring, stop_token_ids=(end,)), eos_token_ids=(end,))) == answer[:first]
 
 
-def test_stopping_between_steps() -> None:
-    for allowed in range(6):
-        runner, asked = ngram_runner(), itertools.count()
-        events = run(runner=runner, should_stop=lambda asked=asked, allowed=allowed: next(asked) >= allowed)
-        assert len(runner.calls) == allowed  # two chunks, then single tokens
-        assert events[-1].finish_reason is FinishReason.ABORT
-        assert events[-1].token_id is None
-        assert ids_of(events) == naive([1, 2, 3, 4, 5], max(allowed - 1, 0))
+@pytest.mark.parametrize("allowed", range(6))
+def test_stopping_between_steps(allowed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = ngram_runner()
+    Stepping(monkeypatch, allowed)  # the model is not ahead of its reader
+    events = run(runner=runner, control={"should_stop": lambda: len(runner.calls) >= allowed})
+    assert len(runner.calls) == allowed  # two chunks, then single tokens
+    assert events[-1].finish_reason is FinishReason.ABORT
+    assert events[-1].token_id is None
+    assert ids_of(events) == naive([1, 2, 3, 4, 5], max(allowed - 1, 0))
+
+
+@pytest.mark.parametrize("allowed", range(1, 7))
+def test_suspended_after_any_step(allowed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By callbacks, as the single backends have their answers."""
+    steps, params = Stepping(monkeypatch, allowed), replace(GREEDY, max_tokens=6)
+    got: list[TokenEvent] = []
+    over = threading.Event()
+
+    def hear(event: object) -> None:
+        assert isinstance(event, TokenEvent)
+        got.append(event)
+        if event.finish_reason is not None:
+            over.set()
+
+    with loop_over(ngram_runner()) as loop:
+        generation = prefill_and_generate(loop, EngineRequest([1, 2, 3, 4, 5], params))
+        generation.begin(hear)
+        while len(loop.engine.runner.calls) < allowed:
+            loop.stats()
+        generation.suspend()
+        assert loop.stats().num_suspended == 1
+        steps.go_on()
+        other = [9, *range(20)]
+        assert ids_of(list(ask(loop, other, params))) == naive(other, 6)
+        generation.resume()
+        assert over.wait(60)
+        generation.close()
+    assert ids_of(got) == naive([1, 2, 3, 4, 5], 6)
 
 
 # --- text ------------------------------------------------------------------------------------------------------------
@@ -180,55 +276,54 @@ def test_held_back_text_comes_out_in_the_end() -> None:
     assert "".join(event.text for event in half) == "\ufffd"
 
 
-# --- session ---------------------------------------------------------------------------------------------------------
-
-
-def session_on(runner: FakeRunner) -> Session:
-    return Session(runner, chunk_size=4)
+# --- one after the other ---------------------------------------------------------------------------------------------
 
 
 def test_prefix_is_reused_and_tokens_stay_the_same() -> None:
     params = replace(GREEDY, max_tokens=6)
-    runner = ngram_runner()
-    session, prompt = session_on(runner), [1, 2, 3, 4, 5]
-    first = ids_of(list(session.generate(prompt, params)))
-    assert session.cached_ids == (*prompt, *first[:-1])
-    second_prompt = [*prompt, *first, 9, 8, 7]
-    before = runner.num_forwarded
-    events = list(session.generate(second_prompt, params))
-    assert events[0].stats.cached_len == 10
-    assert runner.num_forwarded - before == 4 + 5
-    assert ids_of(events) == ids_of(run(params, prompt=tuple(second_prompt)))
-    # a prompt that is in the cache as a whole: its last token is computed again
-    again = list(session.generate(second_prompt, params))
-    assert again[0].stats.cached_len == len(second_prompt) - 1
-    assert ids_of(again) == ids_of(events)
-    # one that shares nothing
-    assert next(session.generate([30, 31], params)).stats.cached_len == 0
-    session.clear()
-    assert next(session.generate([30, 31], params)).stats.cached_len == 0
+    runner, prompt = ngram_runner(), [1, 2, 3, 4, 5]
+    with loop_over(runner) as loop:
+        first = ids_of(list(ask(loop, prompt, params)))
+        assert loop.used_len == len(prompt) + len(first) - 1
+        second_prompt = [*prompt, *first, 9, 8, 7]
+        before = runner.num_forwarded
+        events = list(ask(loop, second_prompt, params))
+        assert events[0].stats.cached_len == 10
+        assert runner.num_forwarded - before == 4 + 5
+        assert ids_of(events) == ids_of(run(params, prompt=tuple(second_prompt)))
+        # a prompt that is in the cache as a whole: its last token is computed again
+        again = list(ask(loop, second_prompt, params))
+        assert again[0].stats.cached_len == len(second_prompt) - 1
+        assert ids_of(again) == ids_of(events)
+        # one that shares nothing
+        assert next(ask(loop, [30, 31], params)).stats.cached_len == 0
 
 
-def test_aborted_abandoned_and_failed_answers_leave_the_session_right() -> None:
+def test_aborted_abandoned_and_failed_answers_leave_the_cache_right(caplog: pytest.LogCaptureFixture) -> None:
     params, prompt = replace(GREEDY, max_tokens=6), [1, 2, 3, 4, 5]
     expected = ids_of(run(params))
     for allowed in range(6):
-        session, asked = session_on(ngram_runner()), itertools.count()
-        list(session.generate(prompt, params, should_stop=lambda asked=asked, allowed=allowed: next(asked) >= allowed))
-        assert ids_of(list(session.generate(prompt, params))) == expected
-    session = session_on(ngram_runner())
-    abandoned = session.generate([7, *prompt], params)
-    next(abandoned)
-    assert ids_of(list(session.generate(prompt, params))) == expected
-    assert list(abandoned) == []  # it was ended by the new call
+        with loop_over(ngram_runner()) as loop, pytest.MonkeyPatch.context() as patch:
+            runner, steps = loop.engine.runner, Stepping(patch, allowed)
+            list(ask(loop, prompt, params, should_stop=lambda made=runner, n=allowed: len(made.calls) >= n))
+            steps.go_on()
+            assert ids_of(list(ask(loop, prompt, params))) == expected
+    with loop_over(ngram_runner()) as loop:
+        abandoned = ask(loop, [7, *prompt], params)
+        next(abandoned)
+        del abandoned
+        assert ids_of(list(ask(loop, prompt, params))) == expected
+        assert loop.stats().num_running == 0
     for failing_call in range(1, 6):
         runner = ngram_runner()
         runner.fails_at = failing_call
-        session = session_on(runner)
-        with pytest.raises(RuntimeError, match="fails here"):
-            list(session.generate(prompt, params))
-        assert list(session.cached_ids) == runner.written
-        assert ids_of(list(session.generate(prompt, params))) == expected
+        with loop_over(runner) as loop:
+            with pytest.raises(EngineError, match="fails here") as caught:
+                list(ask(loop, prompt, params))
+            assert isinstance(caught.value.__cause__, RuntimeError)
+            assert loop.used_len == 0  # the cache may hold anything
+            assert ids_of(list(ask(loop, prompt, params))) == expected
+    assert caplog.text.count("a step failed") == 5
 
 
 def test_common_prefix() -> None:
@@ -263,17 +358,19 @@ def test_generate_and_chat() -> None:
     assert llm.generate([]) == []
 
 
-def test_closing() -> None:
+def test_closing(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = scripted_engine(lambda _: "x")
+    Stepping(monkeypatch, 1)
     with LLM.from_engine(engine) as llm:
         running = llm.stream([1, 2, 3])
         next(running)
     assert engine.is_closed
-    assert list(running) == []
+    with pytest.raises(EngineError, match="closed while it was answering"):
+        next(running)
 
 
 def test_a_drawn_seed_can_be_repeated() -> None:
-    engine = FakeEngine(ngram_runner(), Tokenizer(None), ())
+    engine = FakeEngine(ngram_runner(), Tokenizer(None))
     llm = LLM.from_engine(engine)
     (first,) = llm.generate([1, 2, 3], SamplingParams(max_tokens=15))
     (second,) = llm.generate([1, 2, 3], first.params)
@@ -318,9 +415,8 @@ def test_prompt_logprobs_are_those_of_the_whole_prompt_whatever_the_chunks() -> 
         values = torch.log_softmax(raw.double(), dim=-1).float().numpy()
         wanted.append((float(values[prompt[i]]), tuple(int(j) for j in np.argsort(-values, kind="stable")[:2])))
     for chunk_size in (1, 3, 100):
-        params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2)
-        runner = FakeRunner(next_logits, 40, 32)
-        events = list(prefill_and_generate(runner, prompt, params, chunk_size=chunk_size))
+        params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2, seed=1)
+        events = run(params, tuple(prompt), FakeRunner(next_logits, 40, 32), chunk_size=chunk_size)
         assert events[0].prompt_logprobs is not None
         got = [None if e is None else (e.logprob, tuple(i for i, _ in e.top)) for e in events[0].prompt_logprobs]
         assert got == wanted
@@ -328,13 +424,10 @@ def test_prompt_logprobs_are_those_of_the_whole_prompt_whatever_the_chunks() -> 
 
 
 def test_prompt_logprobs_do_not_take_the_cache_for_an_answer() -> None:
-    session = Session(FakeRunner(ngram_logits(40), 40, 32), chunk_size=4)
-    plain, scored = (
-        SamplingParams(temperature=0, max_tokens=2),
-        SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=0),
-    )
-    list(session.generate([1, 2, 3, 4, 5], plain))
-    events = list(session.generate([1, 2, 3, 4, 5], scored))
+    plain = SamplingParams(temperature=0, max_tokens=2, seed=1)
+    with loop_over(FakeRunner(ngram_logits(40), 40, 32)) as loop:
+        list(ask(loop, [1, 2, 3, 4, 5], plain))
+        events = list(ask(loop, [1, 2, 3, 4, 5], replace(plain, prompt_logprobs=0)))
     assert events[0].stats.cached_len == 0
     assert len(events[0].prompt_logprobs or ()) == 5
 
@@ -342,11 +435,7 @@ def test_prompt_logprobs_do_not_take_the_cache_for_an_answer() -> None:
 def test_only_allowed_tokens_are_chosen() -> None:
     for temperature in (0.0, 1.5):
         params = SamplingParams(temperature=temperature, seed=5, max_tokens=20, allowed_token_ids=(7, 11), top_p=0.9)
-        events = list(prefill_and_generate(FakeRunner(ngram_logits(40), 40, 64), [1, 2], params, chunk_size=8))
+        events = run(params, (1, 2), FakeRunner(ngram_logits(40), 40, 64))
         assert {event.token_id for event in events} <= {7, 11}
     with pytest.raises(ConfigError, match="allowed_token_ids names token 40"):
-        list(
-            prefill_and_generate(
-                FakeRunner(ngram_logits(40), 40, 64), [1], SamplingParams(allowed_token_ids=(40,)), chunk_size=8
-            )
-        )
+        run(SamplingParams(allowed_token_ids=(40,), seed=1), (1,), FakeRunner(ngram_logits(40), 40, 64))

@@ -20,7 +20,8 @@ from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.sequence import session_store
 from ktransformers.engine.sequence.outputs import RequestOutput
 from ktransformers.errors import SessionFileError
-from tests.support.engines.one_sequence import StaticEngine, static_engine
+from tests.support.engines.one_sequence import static_engine
+from tests.support.engines.sequential import Session
 from tests.support.models.recurrent_models import recurrent_model
 from tests.support.models.tiny_models import VOCAB_SIZE, tiny_model
 
@@ -40,13 +41,16 @@ class Made:
 
     def __init__(self, config: EngineConfig):
         self.config = config
-        self.engine: StaticEngine = static_engine(replace(config, cache_lens=1024))
-        self.single = LLM.from_engine(self.engine)
-        self.wanted = self.single.generate([PROMPT], PARAMS)[0].token_ids
+        self.engine = static_engine(replace(config, cache_lens=1024))
+        self.single = Session.of(self.engine)
+        self.wanted = self.answer(PROMPT, PARAMS)
+
+    def answer(self, prompt: list[int], params: SamplingParams) -> tuple[int | None, ...]:
+        return tuple(event.token_id for event in self.single.generate(prompt, params))
 
     def paged(self, **changes: object) -> LLM:
         engine = build_engine(replace(self.config, **changes), page_size=PAGE_SIZE, max_batch_size=2)  # type: ignore[arg-type]
-        return LLM.from_engine(engine, max_batch_size=2)
+        return LLM.from_engine(engine)
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "qwen3_next", "mamba2", "int8"])
@@ -125,7 +129,7 @@ def test_a_service_saves_what_the_one_before_it_left_in_files(made: Made, tmp_pa
 def test_others_go_on_meanwhile(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_store, "PIECE_BYTES", 1)
     other_prompt, params = some_ids(90, 4), replace(PARAMS, max_tokens=100)
-    wanted = made.single.generate([other_prompt], params)[0].token_ids
+    wanted = made.answer(other_prompt, params)
     with made.paged(cpu_memory_size_GB=0.01) as llm:
         output, heard = begun(llm), list[int | None]()
         thread = threading.Thread(target=lambda: heard.extend(e.token_id for e in llm.stream(other_prompt, params)))

@@ -52,7 +52,7 @@ def test_experts_on_a_gpu_are_counted_in_every_step(use_cuda_graph: bool, tmp_pa
     engine = engine_on(tmp_path, graphs, EXPERTS_ON_GPU, use_cuda_graph)
     (usage,) = engine.plan.devices.usages()
     before = usage.counts.clone()
-    runtime = StepRuntime(engine.runner)
+    runtime = StepRuntime(engine.runner.steps)
     runtime.start()
     steps = [ids[:-3], *([token] for token in ids[-3:])]
     first, replays = 0, graphs.replays

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ktransformers.kernels import reference
-from ktransformers.kernels.cpu import attention
+from ktransformers.kernels import cpu, reference
+from tests.support.checks.flat_calls import flat_attention
 from tests.support.checks.products import product
+
+attention = flat_attention(cpu.attention)
+oracle_attention = flat_attention(reference.attention)
 
 PAGE = 16
 
@@ -41,7 +44,7 @@ def test_against_the_oracle_and_equal_bits(shape, options, pools):
     options = {**options, "sinks": torch.linspace(-1, 2, shape[0])} if options.get("sinks") else options
     arguments = (k, v, table, PAGE)
     out = attention(q, *arguments, seq_ids, kv_lens, 0.2, pools[0], **options)
-    oracle = reference.attention(q, *arguments, seq_ids, kv_lens, 0.2, **options)
+    oracle = oracle_attention(q, *arguments, seq_ids, kv_lens, 0.2, **options)
     # Scores of magnitude s carry an error of about dim * 2^-24 * s, which exp turns into a relative error of p.
     torch.testing.assert_close(out, oracle, rtol=1e-4, atol=2e-5)
     for each in pools[1:]:
@@ -82,7 +85,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(heads, kv_heads, dim_k, dim
         return attention(q[start:stop], k, v, table, PAGE, seq_ids, kv_lens[start:stop], 0.2, each, **options)
 
     whole = run(0, 150, pools[-3])
-    oracle = reference.attention(q, k, v, table, PAGE, torch.zeros(150, dtype=torch.int64), kv_lens, 0.2, **options)
+    oracle = oracle_attention(q, k, v, table, PAGE, torch.zeros(150, dtype=torch.int64), kv_lens, 0.2, **options)
     torch.testing.assert_close(whole, oracle, rtol=1e-4, atol=2e-5)
     for each in pools:
         assert torch.equal(run(0, 150, each), whole), each
@@ -98,7 +101,7 @@ def test_values_that_alias_keys_and_strided_caches(pools):
     table = torch.arange(20, dtype=torch.int32).flip(0)[None].contiguous()
     q = torch.randn(5, 24, 96, generator=generator)
     seq_ids, kv_lens = torch.zeros(5, dtype=torch.int32), torch.tensor([1, 17, 200, 319, 320])
-    oracle = reference.attention(q, k, v, table, PAGE, seq_ids, kv_lens, 0.1)
+    oracle = oracle_attention(q, k, v, table, PAGE, seq_ids, kv_lens, 0.1)
     outs = [attention(q, k, v, table, PAGE, seq_ids, kv_lens, 0.1, each) for each in pools]
     torch.testing.assert_close(outs[0], oracle, rtol=1e-4, atol=2e-5)
     assert all(torch.equal(out, outs[0]) for out in outs)

@@ -11,8 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ktransformers.kernels.cpu import MAX_BF16_DIMS, Isa, WorkerPool, attention
+from ktransformers.kernels import cpu
+from ktransformers.kernels.cpu import MAX_BF16_DIMS, Isa, WorkerPool
+from tests.support.checks.flat_calls import flat_attention
 from tests.support.checks.products import product
+
+attention = flat_attention(cpu.attention)
 
 PAGE = 16
 HALF_ULP = 2.0**-8  # largest relative error of rounding to bf16

@@ -7,9 +7,13 @@ import itertools
 import pytest
 import torch
 
-from ktransformers.kernels import reference
-from ktransformers.kernels.cpu import attention, write_kv
+from ktransformers.kernels import cpu, reference
+from ktransformers.kernels.cpu import write_kv
+from tests.support.checks.flat_calls import flat_attention
 from tests.support.checks.products import product
+
+attention = flat_attention(cpu.attention)
+oracle_attention = flat_attention(reference.attention)
 
 PAGE = 16
 DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn]
@@ -103,7 +107,7 @@ def test_attention_over_what_is_kept(dtype, shape, options, pools):
     options = {**options, "scales": (k_scales, v_scales)}
     out = attention(q, k, v, *places, pools[0], **options)
     plain = {name: value for name, value in options.items() if name != "scales"}
-    oracle = reference.attention(q, k_numbers, v_numbers, *places, **plain)
+    oracle = oracle_attention(q, k_numbers, v_numbers, *places, **plain)
     torch.testing.assert_close(out, oracle, rtol=1e-4, atol=2e-5)  # of fp32 sums, see test_attention.py
     table, page, seq_ids, kv_lens, scale = places
     for each in pools:
@@ -137,7 +141,7 @@ def test_latent_keys_have_two_scales(dtype, pools):
     keys[..., 144:] *= 50.0
     k, scales, numbers = kept(keys, dtype, split=144)
     outs = [attention(q, k, k[..., :144], *places, each, scales=(scales, scales[..., :1])) for each in pools]
-    oracle = reference.attention(q, numbers, numbers[..., :144], *places)
+    oracle = oracle_attention(q, numbers, numbers[..., :144], *places)
     # Scores of up to 50 * 0.2 * 160^0.5 * 3 carry 160 * 2^-24 of that, which exp makes relative.
     torch.testing.assert_close(outs[0], oracle, rtol=4e-3, atol=1e-3)
     assert all(torch.equal(out, outs[0]) for out in outs)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ktransformers.kernels import reference
-from ktransformers.kernels.cpu import select_topk_positions
+from ktransformers.kernels import cpu, reference
+from tests.support.checks.flat_calls import flat_topk
 from tests.support.checks.products import product
+
+select_topk_positions = flat_topk(cpu.select_topk_positions)
+oracle_topk_positions = flat_topk(reference.select_topk_positions)
 
 PAGE = 16
 
@@ -38,7 +41,7 @@ def test_the_best_are_chosen_and_ties_go_to_lower_positions(shape, options, is_s
     given = weights if is_summed else None
     arguments = (keys, table, PAGE)
     slots, counts = select_topk_positions(q, given, *arguments, seq_ids, kv_lens, 0.5, 10, pools[0], **options)
-    want = reference.select_topk_positions(q, given, *arguments, seq_ids, kv_lens, 0.5, 10, **options)
+    want = oracle_topk_positions(q, given, *arguments, seq_ids, kv_lens, 0.5, 10, **options)
     assert [row[:count].tolist() for row, count in zip(slots, counts.tolist(), strict=True)] == want
     for each in pools[1:]:
         other = select_topk_positions(q, given, *arguments, seq_ids, kv_lens, 0.5, 10, each, **options)

@@ -26,7 +26,7 @@ from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.errors import ConfigError, RuleError, TensorMismatchError, UnsupportedError
-from ktransformers.operators.attention.sparse_indexer import log_dense
+from ktransformers.operators.attention.indexer import log_dense
 from ktransformers.operators.recurrent.ngram_embedding import hash_multipliers
 from ktransformers.system.shipped_rules import shipped_path
 from tests.support.engines.fake_gpus import fake_hardware

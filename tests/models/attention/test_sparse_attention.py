@@ -19,8 +19,7 @@ from ktransformers.core import Phase, SamplingParams
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import plan_model
 from ktransformers.errors import ConfigError, RuleError, UnsupportedError
-from ktransformers.operators.attention.indexer import KIndexer
-from ktransformers.operators.attention.sparse_indexer import log_dense
+from ktransformers.operators.attention.indexer import KIndexer, log_dense
 from ktransformers.operators.context import ForwardContext
 from tests.support.engines.fake_operators import inlined_rules
 from tests.support.engines.one_sequence import StaticEngine, static_engine
@@ -97,7 +96,7 @@ def test_two_packed_sequences_equal_each_alone(model_type: str) -> None:
         kv_lens=(positions + 1).to(torch.int32),
         block_table=table,
     )
-    packed = runner.step(torch.tensor(first + second), positions, context, torch.arange(sum(lengths)))
+    packed = runner.steps.step(torch.tensor(first + second), positions, context, torch.arange(sum(lengths)))
     assert torch.equal(packed, torch.cat(alone))
 
 

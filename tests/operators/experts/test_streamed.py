@@ -112,9 +112,7 @@ class Rig:
         monkeypatch.setattr(expert_prefill, "choose_split", choose)
 
     def run(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        ticket = self.layers[layer].submit(x, ids, weights)
-        assert ticket is not None
-        return self.layers[layer].collect(ticket, x)
+        return self.layers[layer].collect(self.layers[layer].submit(x, ids, weights), x)
 
 
 @pytest.fixture(params=[EagerCopies, LazyCopies])
@@ -231,9 +229,8 @@ def test_neighbours_in_memory_are_one_copy(
 @interpreted
 def test_which_steps_it_takes(pool: WorkerPool, copies: EagerCopies, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(pool, monkeypatch, copies, 2)
-    assert rig.layers[0].submit(*inputs(rows=1)) is None
-    assert rig.layers[0].submit(*inputs(rows=17)) is None
-    assert rig.layers[0].submit(*inputs(rows=16)) is not None
+    assert [rows for rows in (1, 2, 16, 17) if rig.layers[0].takes(inputs(rows=rows)[0])] == [2, 16]
+    assert not rig.layers[0].takes(inputs(rows=16)[0].to("meta"))  # rows that are elsewhere
 
 
 @interpreted
@@ -259,7 +256,6 @@ def test_a_failure_on_the_cpu_is_raised_by_collect(
 
     monkeypatch.setattr(rig.cpu, "submit_staged", damaging)
     ticket = rig.layers[0].submit(x, ids, weights)
-    assert ticket is not None
     with pytest.raises(EngineError, match="layer 0"):
         rig.layers[0].collect(ticket, x)
     monkeypatch.undo()
@@ -308,8 +304,8 @@ def test_on_a_device(num_buffers: int, pool: WorkerPool) -> None:
             for number, kernel in enumerate(kernels):
                 layer = PrefillLayer(stream.prefill, number)
                 moved = x.cuda().bfloat16()
+                assert layer.takes(moved)
                 ticket = layer.submit(moved, ids.cuda(), weights.cuda())
-                assert ticket is not None
                 got = layer.collect(ticket, moved).float().cpu()
                 stream.prefill.check()
                 check(got, kernel, moved.float().cpu(), ids, weights)

@@ -10,9 +10,7 @@ import torch
 from ktransformers.kernels.types import Activation
 from ktransformers.operators.experts.routed import read_layout
 from ktransformers.operators.recognize.activation import recognize_expert_activation
-from ktransformers.operators.recognize.block_indexer import recognize_block_indexer
-from ktransformers.operators.recognize.indexer import recognize_indexer
-from ktransformers.operators.recognize.pooled_indexer import recognize_pooled_indexer
+from ktransformers.operators.recognize.indexer import Granularity, recognize_indexer
 from ktransformers.operators.recognize.router import recognize_router, route
 from tests.support.models.latent_models import BLOCK_VALUES, latent_model
 from tests.support.models.pooled_models import POOLED_TYPES, pooled_model
@@ -39,10 +37,28 @@ def test_how_an_indexer_rotates(model_type: str, is_interleaved: bool) -> None:
 
 def test_blocks() -> None:
     indexer = tiny_model("minimax_m3_vl_text", seed=1, **BLOCK_VALUES).model.layers[1].self_attn.indexer
-    spec = recognize_block_indexer(indexer)
+    spec = recognize_indexer(indexer, Granularity.BLOCK)
     assert spec is not None
-    assert (spec.num_heads, spec.block, spec.num_chosen, spec.num_local) == (2, 4, 4, 1)
-    assert recognize_block_indexer(torch.nn.Linear(2, 2)) is None
+    assert (spec.num_heads, spec.size, spec.num_chosen, spec.num_local) == (2, 4, 4, 1)
+    of_family = type(indexer)
+
+    class Other(of_family):  # type: ignore[misc,valid-type]
+        def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            chosen: torch.Tensor = super().forward(*args, **kwargs)
+            return (chosen - 1).clamp_min(0)
+
+    indexer.__class__ = Other
+    assert recognize_indexer(indexer, Granularity.BLOCK) is None
+    assert recognize_indexer(torch.nn.Linear(2, 2), Granularity.BLOCK) is None
+
+
+def test_what_chooses_other_units_is_not_recognized() -> None:
+    """Indexers of positions and of pools have parts of the same names."""
+    of_positions = latent_model("deepseek_v32", seed=1).model.layers[0].self_attn.indexer
+    of_pools = pooled_model(POOLED_TYPES[0]).model.layers[1].self_attn.indexer
+    assert recognize_indexer(of_positions, Granularity.POOL) is None
+    assert recognize_indexer(of_positions, Granularity.BLOCK) is None
+    assert recognize_indexer(of_pools, Granularity.POSITION) is None
 
 
 @pytest.mark.parametrize(
@@ -50,9 +66,9 @@ def test_blocks() -> None:
 )
 def test_pools(model_type: str, is_gated: bool, cached_dim: int) -> None:
     indexer = pooled_model(model_type).model.layers[1].self_attn.indexer
-    spec = recognize_pooled_indexer(indexer)
+    spec = recognize_indexer(indexer, Granularity.POOL)
     assert spec is not None
-    assert (spec.is_gated, spec.cached_dim, spec.num_heads, spec.pool, spec.num_chosen) == (
+    assert (spec.is_gated, spec.cached_dim, spec.num_heads, spec.size, spec.num_chosen) == (
         is_gated,
         cached_dim,
         16,
@@ -68,8 +84,8 @@ def test_pools(model_type: str, is_gated: bool, cached_dim: int) -> None:
             return chosen.flip(-2)
 
     indexer.__class__ = Other
-    assert recognize_pooled_indexer(indexer) is None
-    assert recognize_pooled_indexer(torch.nn.Linear(2, 2)) is None
+    assert recognize_indexer(indexer, Granularity.POOL) is None
+    assert recognize_indexer(torch.nn.Linear(2, 2), Granularity.POOL) is None
 
 
 def test_experts_that_clamp_by_a_limit_of_their_own_name() -> None:

@@ -10,10 +10,11 @@ from transformers.models.step3p7.modeling_step3p7 import Step3p7MLP
 
 from ktransformers.kernels.types import Activation, ActivationSpec
 from ktransformers.operators.recognize.activation import recognize_gated_mlp
-from ktransformers.operators.recognize.attention import TemperatureSpec, recognize_temperature
+from ktransformers.operators.recognize.attention import recognize_temperature
 from ktransformers.operators.recognize.block import scales_inputs, weighs_outputs
 from ktransformers.operators.recognize.embedding import recognize_embedding, recognize_input_scale
 from ktransformers.operators.recognize.layer import keeps_keywords
+from ktransformers.operators.recognize.temperature import QueryTemperature
 from tests.support.models.attention_families import config_of
 from tests.support.models.family_models import family_config
 from tests.support.models.recurrent_models import recurrent_model
@@ -32,11 +33,13 @@ def gemma3n() -> nn.Module:
 
 def test_queries_that_grow_with_their_position(llama4: nn.Module) -> None:
     attention = llama4.get_submodule("model.layers.1.self_attn")
-    assert recognize_temperature(attention) == TemperatureSpec(step=8.0, scale=0.1)
-    factors = TemperatureSpec(8.0, 0.1).factors(16)
+    assert recognize_temperature(attention) == QueryTemperature(scale=0.1, step=8.0, shift=1)
+    factors = QueryTemperature(0.1, 8.0, shift=1).of(torch.arange(16).float())
     assert torch.equal(factors[:7], torch.ones(7))
     assert factors[7] == pytest.approx(1 + 0.1 * torch.log(torch.tensor(2.0)).item())
     assert factors[15] == pytest.approx(1 + 0.1 * torch.log(torch.tensor(3.0)).item())
+    latent = QueryTemperature(0.1, 8.0).of(torch.tensor([0.0, 7.0, 8.0]))  # counted from 0
+    assert latent.tolist() == pytest.approx([1.0, 1.0, 1 + 0.1 * torch.log(torch.tensor(2.0)).item()])
     rotated = llama4.get_submodule("model.layers.0.self_attn")
     assert recognize_temperature(rotated) is None
 

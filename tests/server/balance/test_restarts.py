@@ -32,6 +32,7 @@ from ktransformers.server.balance.supervisor import SPARE_BYTES, BalanceConfig, 
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.multi_model.model_manager import ModelManager
 from ktransformers.server.multi_model.pool import ModelPool, PooledModel
+from ktransformers.system.process_group import ChildProcess, ProcessGroup, Program
 from tests.support.models.demo import DEMO_GGUF
 from tests.support.servers.balance_backend import backend, check, collect, gone, request, run, until
 from tests.support.servers.balance_fakes import POISON, ManualClock
@@ -127,15 +128,15 @@ def test_an_engine_that_dies_before_the_scheduler_starts_is_replaced(monkeypatch
         await start(self, facts)
 
     engines: list[int] = []
-    spawn = asyncio.create_subprocess_exec
+    spawn = ProcessGroup.start
 
-    async def spawned(*args: Any, **kwargs: Any) -> asyncio.subprocess.Process:
-        child = await spawn(*args, **kwargs)
+    def spawned(self: ProcessGroup, program: Program) -> ChildProcess:
+        child = spawn(self, program)
         engines.append(child.pid)
-        monkeypatch.setattr(asyncio, "create_subprocess_exec", spawn)  # the first one
+        monkeypatch.setattr(ProcessGroup, "start", spawn)  # the first one
         return child
 
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", spawned)
+    monkeypatch.setattr(ProcessGroup, "start", spawned)
     monkeypatch.setattr(Supervisor, "_start_scheduler", late)
 
     async def work() -> None:

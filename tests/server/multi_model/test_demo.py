@@ -16,7 +16,7 @@ from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
 from ktransformers.server.backend.interfaces.balance_serve import BalanceServeInterface
 from ktransformers.server.multi_model.needs import ToPlan, find_needs, pinned, plan_needs
-from ktransformers.server.multi_model.pool import FIRST_BACK_OFF
+from ktransformers.system.restart_policy import FIRST_DELAY
 from tests.server.multi_model.test_gateway import DIALECTS, sse, text_of
 from tests.support.engines.one_sequence import static_engine
 from tests.support.models.demo import DEMO_GGUF
@@ -138,7 +138,7 @@ def test_an_engine_that_is_killed_takes_its_own_model_down_only(answer: str) -> 
             await until(lambda: demo.models.pool.state("a") == "stopped")
             streamed = sse([first[0] or b"", *await living.events()])
             assert "".join(map(chunk_text, streamed)) == "".join(map(chunk_text, expected))
-            demo.advance(FIRST_BACK_OFF)
+            demo.advance(FIRST_DELAY)
             assert (
                 text_of("/v1/chat/completions", await demo.post("/v1/chat/completions", body | {"model": "a"}))
                 == answer

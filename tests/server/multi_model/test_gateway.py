@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ktransformers.errors import CapacityError, EngineError
-from ktransformers.server.multi_model.pool import FIRST_BACK_OFF
+from ktransformers.system.restart_policy import FIRST_DELAY
 from tests.support.models.fake_models import Lab
 from tests.support.servers.asgi_client import Connection
 from tests.support.servers.balance_backend import until
@@ -264,7 +264,7 @@ def test_a_load_that_fails_is_told_to_those_who_wait_and_tried_again_later(path:
         other = lab.ask("POST", path, DIALECTS[path] | {"model": "b"})
         assert text_of(path, await other.json()) == "b."
         life.error = None
-        lab.advance(FIRST_BACK_OFF)
+        lab.advance(FIRST_DELAY)
         assert text_of(path, await lab.ask("POST", path, DIALECTS[path] | {"model": "a"}).json()) == "a."
 
     run(work)
@@ -291,7 +291,7 @@ def test_a_model_that_ends_by_itself_is_loaded_anew_and_others_stream_on() -> No
         model.gone.set_result(EngineError("killed too often"))
         assert b"killed too often" in b"".join(await dying.rest())
         await until(lambda: lab.models.pool.state("a") == "stopped")
-        lab.advance(FIRST_BACK_OFF)
+        lab.advance(FIRST_DELAY)
         lab.lives["a"].may_answer.set()
         assert (await lab.chat("a").json())["model"] == "a"
         lab.lives["b"].may_answer.set()

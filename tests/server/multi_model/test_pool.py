@@ -8,15 +8,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from ktransformers.errors import CapacityError, EngineError
-from ktransformers.server.multi_model.pool import (
-    FIRST_BACK_OFF,
-    MOST_BACK_OFF,
-    ModelPool,
-    ModelState,
-    PoolAction,
-    PoolActionKind,
-    PooledModel,
-)
+from ktransformers.server.multi_model.pool import ModelPool, ModelState, PoolAction, PoolActionKind, PooledModel
+from ktransformers.system.restart_policy import FIRST_DELAY, LONGEST_DELAY
 
 LOAD, STOP, ADMIT = PoolActionKind.LOAD, PoolActionKind.STOP, PoolActionKind.ADMIT
 
@@ -248,7 +241,7 @@ def test_one_that_shall_stay_goes_for_others_all_the_same() -> None:
 
 def test_a_load_that_fails_is_not_tried_again_at_once_and_others_go_on() -> None:
     pool = Pool({"a": 1, "b": 1}, 1)
-    error, wait = EngineError("it broke"), FIRST_BACK_OFF
+    error, wait = EngineError("it broke"), FIRST_DELAY
     for _ in range(10):
         pool.ask("a")
         pool.ask("a")
@@ -263,13 +256,13 @@ def test_a_load_that_fails_is_not_tried_again_at_once_and_others_go_on() -> None
         assert pool.settle() == ["stop b"]
         pool.now += wait
         assert pool.refusal("a") is None
-        wait = min(2 * wait, MOST_BACK_OFF)
+        wait = min(2 * wait, LONGEST_DELAY)
     pool.begin("a")
     pool.leave("a")
     assert pool.refusal("a") is None
     pool.lost("a", error)
     pool.stopped("a")
-    assert pool.refusal("a") == (error, FIRST_BACK_OFF)  # one that was loaded meanwhile begins anew
+    assert pool.refusal("a") == (error, FIRST_DELAY)  # one that was loaded meanwhile begins anew
 
 
 def test_one_that_ends_by_itself_has_its_memory_until_it_is_gone() -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.kernels import flashinfer, reference
+from ktransformers.kernels.attention_call import AttentionCall, RowPages
 
 
 @dataclass
@@ -137,10 +138,9 @@ class BatchPrefillWithPagedKVCacheWrapper:
             assert cache.shape[1:] == (plan["page_size"], kv_heads, dim)
             assert cache.dtype is q.dtype is plan["dtype"]
         keys, values = (cache.reshape(-1, kv_heads, dim).cpu() for cache in paged_kv_cache)
-        result = reference.attention(
-            q.cpu(), keys, values, plan["table"], plan["page_size"], seq_ids, seen, plan["scale"],
-            window=plan["window_left"] + 1, softcap=plan["soft_cap"],
-        )  # fmt: skip
+        pages = RowPages(plan["table"], plan["page_size"], seq_ids, seen)
+        options = {"window": plan["window_left"] + 1, "softcap": plan["soft_cap"]}
+        result = reference.attention(AttentionCall(q.cpu(), keys, values, pages, plan["scale"], **options))
         self.calls.runs.append("gqa")
         return (result + self.calls.fault).to(q)
 
@@ -200,9 +200,8 @@ class BatchMLAPagedAttentionWrapper:
         assert {t.dtype for t in (q_nope, q_pe, ckv_cache, kpe_cache)} == {plan["dtype"]}
         query, cache = torch.cat((q_nope, q_pe), dim=-1), torch.cat((ckv_cache, kpe_cache), dim=-1)
         keys = cache.reshape(-1, 1, 576).cpu()
-        result = reference.attention(
-            query.cpu(), keys, keys[..., :512], plan["table"], plan["page_size"], seq_ids, seen, plan["scale"]
-        )
+        pages = RowPages(plan["table"], plan["page_size"], seq_ids, seen)
+        result = reference.attention(AttentionCall(query.cpu(), keys, keys[..., :512], pages, plan["scale"]))
         self.calls.runs.append("mla")
         return (result + self.calls.fault).to(q_nope)
 

@@ -162,12 +162,13 @@ class _Steps:
 
 
 class FakeEngine:
-    """A LoopEngine over a FakeRunner, for one sequence at a time."""
+    """A LoopEngine over a FakeRunner, for one sequence at a time. Its cache has the whole pages of the runner's
+    max_len."""
 
     identity: Any = None
     tiers = None
 
-    def __init__(self, runner: FakeRunner, tokenizer: Tokenizer, **config: Any):
+    def __init__(self, runner: FakeRunner, tokenizer: Tokenizer, *, page_size: int = 16, **config: Any):
         self.runner, self.tokenizer, self.description = runner, tokenizer, "fake"
         self.config = replace(EngineConfig(chunk_size=16, max_new_tokens=200), **config)
         self.facts: Any = SimpleNamespace(architecture=None, model_type="fake")
@@ -180,7 +181,7 @@ class FakeEngine:
             architecture=None,
             description="fake",
         )
-        self.hot, self.is_closed, self.page_size = HotService(), False, 16
+        self.hot, self.is_closed, self.page_size = HotService(), False, page_size
         self.cache = PagedCache((), runner.max_len // self.page_size, self.page_size)
         self.executor = ReferenceExecutor(_Steps(runner), self.cache, self.model)  # type: ignore[arg-type]
 

@@ -12,15 +12,18 @@ from typing import Any
 import torch
 
 from ktransformers.core import PROMPT_LOGPROB_ROWS, AnswerEnd, FinishReason, SamplingParams, TokenEvent
+from ktransformers.engine.api.llm import prompt_reader
 from ktransformers.engine.sampling.constraints import check_rules, mask_of
 from ktransformers.engine.sampling.logits_request import StepLogits
 from ktransformers.engine.sampling.sampler import RequestSampler, draw_seed, sample_batch, token_logprobs
 from ktransformers.engine.sequence.output_processor import OutputProcessor
+from ktransformers.engine.sequence.outputs import Conversation, Prompt, RequestOutput, collect_output
 from ktransformers.engine.step.hidden import Pooled
 from ktransformers.scheduler.limits import Limits
 from ktransformers.tokenizer.tokenizer import Tokenizer
+from tests.support.engines.one_sequence import StaticEngine
 
-__all__ = ["Session", "common_prefix_len"]
+__all__ = ["Alone", "Session", "common_prefix_len"]
 
 
 def common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:
@@ -139,3 +142,21 @@ class Session:
                 out.score(start + 1, token_logprobs(logits[: len(followers)], followers, scores))
         assert logits is not None
         return logits[-1:]
+
+
+class Alone:
+    """What LLM.generate and LLM.chat return for one prompt, by a Session."""
+
+    def __init__(self, engine: StaticEngine):
+        self.session, self._reader = Session.of(engine), prompt_reader(engine.engine, None)
+
+    def generate(self, prompt: Prompt, params: SamplingParams) -> RequestOutput:
+        return self._answer(self._reader.ids(prompt), params)
+
+    def chat(self, messages: Conversation, params: SamplingParams) -> RequestOutput:
+        (ids,) = self._reader.all_conversation_ids(messages, None, {})
+        return self._answer(ids, params)
+
+    def _answer(self, ids: list[int], given: SamplingParams) -> RequestOutput:
+        params = self._reader.params(given)
+        return collect_output(ids, params, list(self.session.generate(ids, params)))

@@ -20,8 +20,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from ktransformers.kernels.attention_call import AttentionCall, RowPages, TopkCall
 from ktransformers.kernels.triton.attention.compressed import (
-    CompressedPages,
     Entries,
     attended,
     keep_values,
@@ -208,7 +208,7 @@ def call_attention(heads, kv_heads, dim, tokens, seqs, pages=64):
     cache, ids = torch.zeros(256, kv_heads, dim, dtype=torch.bfloat16), torch.zeros(tokens, dtype=torch.int32)
     table, counters = torch.zeros(seqs, pages, dtype=torch.int32), torch.zeros(1024, dtype=torch.int32)
     q = torch.zeros(tokens, heads, dim, dtype=torch.bfloat16)
-    attention(q, cache, cache, table, 256, ids, ids, 0.1, counters=counters)
+    attention(AttentionCall(q, cache, cache, RowPages(table, 256, ids, ids), 0.1), counters=counters)
 
 
 def call_gated_attention(heads, kv_heads, dim, rotary, tokens):
@@ -226,7 +226,8 @@ def call_gated_attention(heads, kv_heads, dim, rotary, tokens):
 def call_mla(heads, tokens, seqs, pages=64):
     cache, ids = torch.zeros(256, 1, 576, dtype=torch.bfloat16), torch.zeros(tokens, dtype=torch.int32)
     q = torch.zeros(tokens, heads, 576, dtype=torch.bfloat16)
-    mla_attention(q, cache, 512, torch.zeros(seqs, pages, dtype=torch.int32), 256, ids, ids, 0.1)
+    where = RowPages(torch.zeros(seqs, pages, dtype=torch.int32), 256, ids, ids)
+    mla_attention(AttentionCall(q, cache, cache[..., :512], where, 0.1))
 
 
 def call_coded(dtype, heads, kv_heads, dim, tokens, seqs=1, pages=64, quantized_attention=False):
@@ -237,8 +238,8 @@ def call_coded(dtype, heads, kv_heads, dim, tokens, seqs=1, pages=64, quantized_
     k, angles, both = q.new_zeros(tokens, kv_heads, dim), torch.zeros(tokens, dim // 2), (scales, scales)
     query = rope_to_cache(q, k, k, angles, angles, cache, cache, ids.long(), scales=both)
     table, counters = torch.zeros(seqs, pages, dtype=torch.int32), torch.zeros(1024, dtype=torch.int32)
-    options = {"counters": counters, "scales": both, "quantized_attention": quantized_attention}
-    attention(query, cache, cache, table, 256, ids, ids, 0.1, **options)
+    call = AttentionCall(query, cache, cache, RowPages(table, 256, ids, ids), 0.1, scales=both)
+    attention(call, counters=counters, quantized_attention=quantized_attention)
 
 
 def call_coded_latents(dtype, heads, tokens, seqs=1, pages=64, rank=512, rotary=64):
@@ -249,7 +250,8 @@ def call_coded_latents(dtype, heads, tokens, seqs=1, pages=64, rank=512, rotary=
     norm = rows[0, :rank], 1e-6
     norm_to_cache(rows, norm, (angles, angles, True), cache, slots, scales=scales)
     latent_to_cache(q[..., rank:].contiguous(), rows, *norm, angles, angles, cache, slots, scales=scales)
-    mla_attention(q, cache, rank, torch.zeros(seqs, pages, dtype=torch.int32), 256, ids, ids, 0.1, scales=scales)
+    where = RowPages(torch.zeros(seqs, pages, dtype=torch.int32), 256, ids, ids)
+    mla_attention(AttentionCall(q, cache, cache[..., :rank], where, 0.1, scales=(scales, None)))
     widen_latents(cache, scales, rank, slots, rows)
 
 
@@ -258,15 +260,16 @@ def call_chosen(heads, tokens, is_summed=True, chosen=32):
     cache, ids = torch.zeros(256, 128, dtype=torch.bfloat16), torch.zeros(tokens, dtype=torch.int32)
     q, weights = torch.zeros(tokens, heads, 128, dtype=torch.bfloat16), torch.zeros(tokens, heads)
     table = torch.zeros(tokens, 2, dtype=torch.int32)
-    slots, counts = select_topk_positions(q, weights if is_summed else None, cache, table, 128, ids, ids, 0.1, chosen)
+    where = RowPages(table, 128, ids, ids)
+    slots, counts = select_topk_positions(TopkCall(q, weights if is_summed else None, cache, where, 0.1, chosen))
     if is_summed:  # what pools of positions are made of
         keys = torch.zeros(256, 256, dtype=torch.bfloat16)
         rows_to_cache(keys[:tokens], keys, ids, ids)
-        pooled(keys, keys[:16, :128].contiguous(), table, 128, ids, ids, 128, 16)
-        pooled(cache, None, table, 128, ids, ids, 128, 4)
+        pooled(keys, keys[:16, :128].contiguous(), where, 128, 16)
+        pooled(cache, None, where, 128, 4)
     latents, rows = torch.zeros(256, 1, 576, dtype=torch.bfloat16), torch.zeros(tokens, 16, 576, dtype=torch.bfloat16)
     if is_summed:
-        mla_attention(rows, latents, 512, slots, 1, ids, counts, 0.1)
+        mla_attention(AttentionCall(rows, latents, latents[..., :512], RowPages(slots, 1, ids, counts), 0.1))
 
 
 def call_latent(tokens, heads=128, rank=512, rotary=64, width=128, query=1536):
@@ -285,7 +288,7 @@ def call_compressed(tokens, heads=64, dim=512, rotary=64, window=128):
     bf16, units = torch.bfloat16, 8
     cos, slots = torch.zeros(tokens, rotary // 2), torch.zeros(tokens, dtype=torch.int64)
     ids, cache = torch.zeros(tokens, dtype=torch.int32), torch.zeros(256, 1, units * dim, dtype=bf16)
-    pages = CompressedPages(torch.zeros(2, 3, dtype=torch.int32), 64, ids, ids)
+    pages = RowPages(torch.zeros(2, 3, dtype=torch.int32), 64, ids, ids)
     q, norm = torch.zeros(tokens, heads, dim, dtype=bf16), torch.zeros(dim)
     turn(q, cos, cos, norm=(None, 1e-6))
     turn(q, cos, cos, is_back=True)
@@ -301,7 +304,8 @@ def call_compressed(tokens, heads=64, dim=512, rotary=64, window=128):
     chosen = torch.zeros(tokens, 512, dtype=torch.int32)
     table, counts = attended(pages, window, units, 512 + window, rate=4, most=512, chosen=chosen)
     rows = torch.arange(tokens, dtype=torch.int32)
-    mla_attention(q, cache.view(-1, 1, dim), dim, table, 1, rows, counts, 0.05, sinks=torch.zeros(heads))
+    parts = cache.view(-1, 1, dim)
+    mla_attention(AttentionCall(q, parts, parts, RowPages(table, 1, rows, counts), 0.05, sinks=torch.zeros(heads)))
     expand(q.view(tokens, 8, -1), torch.zeros(8, heads * dim // 8, 1024, dtype=bf16))
 
 

@@ -167,22 +167,20 @@ def joined_stages(numbers: Sequence[int]) -> list[int]:
 
 
 class Incoming(Placeholder):
-    """The placeholder for the embedding, which gives the hidden states of the stage before. seen: what it gave last,
-    [1, T, width], which has to reach the first layer so.
+    """The placeholder for the embedding, which gives the hidden states of the stage before, [1, T, width].
 
     num_streams: of hidden states, side by side.
     """
 
     def __init__(self, link: StageLink, embedding: nn.Module, num_streams: int = 1):
         super().__init__()
-        self.link, self.seen = link, torch.empty(0)
+        self.link = link
         rows, width = embedding.get_parameter("weight").shape
         self.weight = torch.empty(rows, num_streams * width, device="meta")  # whose width others ask for
 
     @override
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        self.seen = self.link.receive(input_ids.shape[-1], self.weight.shape[-1])
-        return self.seen
+        return self.link.receive(input_ids.shape[-1], self.weight.shape[-1])
 
 
 class Outgoing(Placeholder):

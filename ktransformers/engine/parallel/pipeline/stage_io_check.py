@@ -7,8 +7,7 @@ loaded stage that other hidden states come to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,9 +15,13 @@ from torch import nn
 
 from ktransformers.engine.parallel.pipeline.link import Incoming, Outgoing
 from ktransformers.errors import UnsupportedError
+from ktransformers.operators.comparison import same_bits
 from ktransformers.operators.layers.traced import layer_list
+from ktransformers.operators.recorder import Call, recorded_calls, tensors_in
 
 __all__ = ["check_stage_io"]
+
+_IN, _OUT = "in", "out"
 
 
 def check_stage_io(model: nn.Module, kind: str, step: Callable[[], object]) -> None:
@@ -27,91 +30,55 @@ def check_stage_io(model: nn.Module, kind: str, step: Callable[[], object]) -> N
     Raises UnsupportedError where a stage would lack what other layers have made.
     """
     layers = layer_list(model)
-    borders = _StageIo(model, kind)
-    if layers is None or not borders:
+    incoming = next((module for module in model.modules() if isinstance(module, Incoming)), None)
+    outgoing = next((module for module in model.modules() if isinstance(module, Outgoing)), None)
+    if layers is None or (incoming is None and outgoing is None):
         return
-    hooks = [
-        layer.register_forward_pre_hook(partial(borders.entered, i), with_kwargs=True) for i, layer in enumerate(layers)
-    ]
-    hooks.append(layers[len(layers) - 1].register_forward_hook(borders.left))
-    if borders.outgoing is not None:
-        hooks.append(borders.outgoing.register_forward_pre_hook(borders.goes_out))
-    try:
-        step()
-        if borders.incoming is not None:
-            first, link = borders.take(), borders.incoming.link
-            link.seed += 1
+    ends = [(key, module) for key, module in ((_IN, incoming), (_OUT, outgoing)) if module is not None]
+    modules: list[tuple[Any, nn.Module]] = [*ends, *enumerate(layers)]
+    first = _beside_hidden_states(modules, kind, step)
+    if incoming is None:
+        return
+    incoming.link.seed += 1
+    other = _beside_hidden_states(modules, kind, step)
+    incoming.link.seed -= 1
+    for index, tensors in first.items():
+        if len(tensors) != len(other[index]) or not all(map(same_bits, tensors, other[index])):
+            _refuse(kind, "hands its layers what it makes of embeddings or of other layers")
+
+
+def _beside_hidden_states(
+    modules: list[tuple[Any, nn.Module]], kind: str, step: Callable[[], object]
+) -> dict[int, list[torch.Tensor]]:
+    """Run a step, check the ends of the stage, and return what each layer was handed beside hidden states."""
+    with recorded_calls(modules) as calls:
+        try:
             step()
-            link.seed -= 1
-            borders.compare(first, borders.take())
-    finally:
-        for hook in hooks:
-            hook.remove()
+        finally:  # a model that cannot be cut may fail for it
+            _check_ends(calls, modules, kind)
+    beside = {}
+    for call in calls:
+        if call.key not in (_IN, _OUT):
+            hidden = call.hidden_states
+            rest = [call.args[1:], {name: value for name, value in call.kwargs.items() if value is not hidden}]
+            beside[call.key] = list(tensors_in(rest))
+    return beside
 
 
-class _StageIo:
-    """What is seen in a step at the ends of a stage, if it has any."""
-
-    def __init__(self, model: nn.Module, kind: str):
-        self.incoming = next((module for module in model.modules() if isinstance(module, Incoming)), None)
-        self.outgoing = next((module for module in model.modules() if isinstance(module, Outgoing)), None)
-        self._kind = kind
-        self._given: torch.Tensor | None = None
-        self._beside: dict[int, list[torch.Tensor]] = {}
-
-    def __bool__(self) -> bool:
-        return self.incoming is not None or self.outgoing is not None
-
-    def take(self) -> dict[int, list[torch.Tensor]]:
-        """Return what layers were handed beside hidden states since the last call."""
-        taken, self._beside = self._beside, {}
-        return taken
-
-    def entered(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        if index == 0 and self.incoming is not None:
-            seen = self.incoming.seen.to(hidden.dtype)  # as layers on a GPU take it
-            self._check_same(seen, hidden, "before its first layer")
-        rest = list(_tensors([args[1:], {name: value for name, value in kwargs.items() if value is not hidden}]))
-        self._beside[index] = [tensor.detach().clone() for tensor in rest]
-
-    def left(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._given, *more = _tensors(output)
-        if more and self.outgoing is not None:
-            self._refuse("hands more than hidden states from layer to layer")
-
-    def goes_out(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        assert self._given is not None
-        self._check_same(self._given, args[0], "behind its last layer")
-
-    def compare(self, one: dict[int, list[torch.Tensor]], other: dict[int, list[torch.Tensor]]) -> None:
-        """Compare what layers are handed in two steps, which has to be the same but for hidden states."""
-        for index, tensors in one.items():
-            others = other[index]
-            if len(tensors) != len(others) or not all(map(_is_same, tensors, others)):
-                self._refuse("hands its layers what it makes of embeddings or of other layers")
-
-    def _check_same(self, one: torch.Tensor, other: torch.Tensor, where: str) -> None:
-        if not _is_same(one, other):
-            self._refuse(f"{where}, computes what cannot be cut from it")
-
-    def _refuse(self, what: str) -> None:
-        raise UnsupportedError(f"--pipeline: model type {self._kind}, {what}")
+def _check_ends(calls: list[Call], modules: list[tuple[Any, nn.Module]], kind: str) -> None:
+    """Check that hidden states come to the first layer, and go from the last one, as they are."""
+    outputs = {call.key: list(tensors_in(call.output)) for call in calls}
+    last, is_cut_behind = modules[-1][0], any(key == _OUT for key, _ in modules)
+    for call in calls:
+        if call.key == 0 and outputs.get(_IN):
+            seen = outputs[_IN][0].to(call.hidden_states.dtype)  # as layers on a GPU take it
+            if not same_bits(seen, call.hidden_states):
+                _refuse(kind, "before its first layer, computes what cannot be cut from it")
+        if call.key == last and is_cut_behind and len(outputs[last]) > 1:
+            _refuse(kind, "hands more than hidden states from layer to layer")
+        if call.key == _OUT and not same_bits(outputs[last][0], call.hidden_states):
+            _refuse(kind, "behind its last layer, computes what cannot be cut from it")
 
 
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bits alike, those of numbers that are none, too; however many axes they are on."""
-    bits = [rows.float().cpu().contiguous().view(torch.int32).flatten() for rows in (one, other)]
-    return torch.equal(*bits)
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """All that there are in `values`."""
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, dict):
-        for value in values.values():
-            yield from _tensors(value)
-    elif isinstance(values, tuple | list):
-        for value in values:
-            yield from _tensors(value)
+def _refuse(kind: str, what: str) -> None:
+    raise UnsupportedError(f"--pipeline: model type {kind}, {what}")

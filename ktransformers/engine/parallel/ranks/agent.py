@@ -21,8 +21,6 @@ import logging
 import secrets
 import selectors
 import socket
-import subprocess
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -30,6 +28,7 @@ from pathlib import Path
 
 from ktransformers.errors import ConfigError, EngineError, reason_of
 from ktransformers.system.child import spawn_code
+from ktransformers.system.process_group import ChildProcess, ProcessGroup, Program
 from ktransformers.system.user_files import read_named
 
 __all__ = ["LEAST_SECRET", "MOST_PENDING", "StageAgent", "connect", "keep_alive", "read_secret"]
@@ -198,7 +197,8 @@ class StageAgent:
     def __init__(self, host: str, port: int, secret: bytes, command: Sequence[str] | None = None) -> None:
         self._secret = secret
         self._command = list(command or spawn_code("ktransformers.engine.load.worker"))
-        self._process: subprocess.Popen[bytes] | None = None
+        self._processes = ProcessGroup()
+        self._process: ChildProcess | None = None
         self._is_closing = False
         self._pending: list[_Handshake] = []  # the oldest first
         self._deaf_until = 0.0  # while there are no descriptors for another connection
@@ -215,7 +215,7 @@ class StageAgent:
             logger.warning("listening at %s: what goes over this network is not encrypted", host)
 
     def serve(self) -> None:
-        """Serve drivers until `close`. Processes die with the thread that calls this."""
+        """Serve drivers until `close`, and end the process of the last one then."""
         while not self._is_closing:
             now = time.monotonic()
             self._drop_late(now)
@@ -231,6 +231,7 @@ class StageAgent:
             one.connection.close()
         self._pending.clear()
         self._end()
+        self._processes.close()
         self._wakes.close()
 
     def _ready(self, seconds: float | None, listens: bool) -> list[_Handshake | None]:
@@ -305,12 +306,18 @@ class StageAgent:
 
     def _start(self, connection: socket.socket) -> None:
         self._end()
-        self._process = subprocess.Popen(self._command, stdin=connection.fileno(), stdout=connection.fileno())
-        threading.Thread(target=_report, args=(self._process,), name="stage's end", daemon=True).start()
+        program = Program("a stage", self._command, stdin=connection.fileno(), stdout=connection.fileno())
+        try:
+            process = self._process = self._processes.start(program)
+        except EngineError as error:
+            logger.error("%s; the driver's connection is closed", error)
+            return
+        pid = process.pid
+        process.on_end(lambda code: logger.info("the stage in process %d has ended with %d", pid, code))
 
     def _end(self) -> None:
         process, self._process = self._process, None
-        if process is not None and process.poll() is None:
+        if process is not None and process.returncode is None:
             logger.info("the stage of the driver before ends")
             process.kill()
 
@@ -323,11 +330,6 @@ class StageAgent:
             logger.debug("the listener was closed already")
         self._listener.close()
         self._wake.close()  # the other end can be read from now on
-
-
-def _report(process: subprocess.Popen[bytes]) -> None:
-    code = process.wait()
-    logger.info("the stage in process %d has ended with %d", process.pid, code)
 
 
 def _is_loopback(host: str) -> bool:

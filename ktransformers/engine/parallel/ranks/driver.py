@@ -30,6 +30,7 @@ from ktransformers.errors import CapacityError, ConfigError, EngineError
 from ktransformers.operators.context import ForwardContext
 from ktransformers.optimize.machine import Machine
 from ktransformers.system.child import framed
+from ktransformers.system.process_group import ProcessGroup
 from ktransformers.weights.synthetic import SyntheticSource
 
 __all__ = ["DETECT", "Driver", "made_of"]
@@ -92,6 +93,7 @@ class Driver(Ranks):
         self._store: Any = None  # where processes of other machines meet, as long as it is kept
         self._resolved: ResolvedPlan | None = None
         self._device: torch.device | None = None
+        self._processes = ProcessGroup()
         self._workers = WorkerGroup(self._begun, self._check_loaded, on_death)
         self._undo = ExitStack()
 
@@ -128,7 +130,7 @@ class Driver(Ranks):
         if self._hosts:
             worker = RemoteWorker(name, *self._hosts[rank - 1], self._secret, on_death)
         else:
-            worker = LocalWorker(name, rank, self._gpus[rank], on_death)
+            worker = LocalWorker(self._processes, name, self._gpus[rank], on_death)
         start = Start(
             rank,
             worker.name,
@@ -224,4 +226,5 @@ class Driver(Ranks):
     @override
     def close(self) -> None:
         self._workers.close()  # first: they may wait in a sum
+        self._processes.close()
         self._undo.close()

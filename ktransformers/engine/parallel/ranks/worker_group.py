@@ -47,7 +47,7 @@ class WorkerGroup:
         self._coming: dict[int, WorkerHandle] = {}  # loaded
         self._loading: dict[int, WorkerHandle] = {}
         # More deaths than it allows are the end of all, whose ends those who start the driver count.
-        self._policy, self._num_deaths = RestartPolicy(), 0
+        self._policy = RestartPolicy()
         self._keeper: threading.Thread | None = None
         self._lost: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
         self._failure: str | None = None  # why a place stays empty
@@ -90,8 +90,7 @@ class WorkerGroup:
         with self._changed:
             if self._is_closing:
                 return
-            self._num_deaths += 1
-            self._policy.count(self._num_deaths, time.monotonic())
+            self._policy.count(object(), time.monotonic())
             is_replaced = self.is_recoverable and not self._policy.is_exceeded
             if is_replaced:
                 self._missing.add(rank)
@@ -106,7 +105,7 @@ class WorkerGroup:
             self._on_death(message)
 
     def _keep(self) -> None:
-        """A thread that stays, for children die with the one that has started them."""
+        """Replace one after the other, on a thread of their own: those that report an end are not to wait."""
         while (lost := self._lost.get()) is not None:
             self._replace(*lost)
 

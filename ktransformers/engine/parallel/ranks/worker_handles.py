@@ -13,11 +13,11 @@ from typing import BinaryIO, Protocol
 
 from typing_extensions import override
 
-from ktransformers import errors
 from ktransformers.engine.parallel.ranks.agent import connect
 from ktransformers.engine.parallel.ranks.messages import Captured, Failed, Loaded, decode
-from ktransformers.errors import EngineError, KTransformersError, reason_of
-from ktransformers.system.child import read_frame, spawn_code
+from ktransformers.errors import EngineError, reason_of
+from ktransformers.system.child import read_frame, reported_error, spawn_code
+from ktransformers.system.process_group import ProcessGroup, Program
 
 __all__ = ["LocalWorker", "RemoteWorker", "WorkerHandle"]
 
@@ -55,71 +55,46 @@ def _answer_of(data: bytes | None, name: str) -> Loaded | Captured:
         raise EngineError(f"the process of {name} ended while the model was loaded; see its lines above")
     message: Loaded | Captured | Failed = decode(data, Loaded | Captured | Failed)
     if isinstance(message, Failed):
-        raise _error_of(message, name)
+        raise reported_error(message.error, f"{name}: {message.message}")
     return message
 
 
 class LocalWorker(WorkerHandle):
-    """A worker process of this machine. gpu: CUDA_VISIBLE_DEVICES; "" for what the driver sees."""
+    """A worker process of this machine, of a group. gpu: CUDA_VISIBLE_DEVICES; "" for what the driver sees."""
 
     address = None
 
-    def __init__(self, name: str, rank: int, gpu: str, on_death: OnDeath):
-        self.name, self.rank, self._on_death, self._is_closing = name, rank, on_death, False
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu} if gpu else dict(os.environ)
-        self.process = subprocess.Popen(
-            spawn_code("ktransformers.engine.load.worker"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-        )
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self._to: BinaryIO = self.process.stdin  # type: ignore[assignment]
-        self._from: BinaryIO = self.process.stdout  # type: ignore[assignment]
+    def __init__(self, group: ProcessGroup, name: str, gpu: str, on_death: OnDeath):
+        self.name, self._group, self._on_death, self._is_closing = name, group, on_death, False
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu} if gpu else None
+        command = spawn_code("ktransformers.engine.load.worker")
+        self.process = group.start(Program(name, command, stdout=subprocess.PIPE, environment=environment))
 
     @override
     def send(self, data: bytes) -> None:
         try:
-            self._to.write(data)
-            self._to.flush()
+            self.process.send(data)
         except OSError as error:
             raise EngineError(f"the process of {self.name} is gone") from error
 
     @override
     def receive(self) -> Loaded | Captured:
         """Receive the process's next message. Raises what it failed with."""
-        return _answer_of(read_frame(self._from), self.name)
+        return _answer_of(read_frame(self.process.stdout), self.name)
 
     @override
     def watch(self) -> None:
-        threading.Thread(target=self._wait, name=f"rank {self.rank}", daemon=True).start()
+        self.process.on_end(self._ended)
 
-    def _wait(self) -> None:
-        code = self.process.wait()
+    def _ended(self, code: int) -> None:
         if not self._is_closing:
             self._on_death(f"the process of {self.name} has ended with {code}")
 
     @override
     def close(self) -> None:
         self._is_closing = True
-        self.process.kill()
-        self.process.wait()
-        self._from.close()
-        try:
-            self._to.close()
-        except BrokenPipeError:  # of what it was never to read
-            logger.debug("rank %d had not read everything", self.rank)
-
-
-def _error_of(failed: Failed, name: str) -> KTransformersError:
-    kind = getattr(errors, failed.error) if failed.error in errors.__all__ else EngineError
-    message = f"{name}: {failed.message}"
-    try:
-        error = kind(message)
-    except TypeError:
-        return EngineError(message)
-    return error if isinstance(error, KTransformersError) else EngineError(message)
+        self._group.stop(self.process)
+        self.process.stdout.close()
 
 
 class RemoteWorker(WorkerHandle):

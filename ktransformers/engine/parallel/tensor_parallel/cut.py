@@ -25,7 +25,7 @@ from typing_extensions import override
 from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.facts import ModelFacts
-from ktransformers.operators.attention.latent_spec import LatentSpec
+from ktransformers.operators.attention.latent_spec import Gate, LatentSpec
 from ktransformers.operators.experts.block import KMoEBlock
 from ktransformers.operators.layers.traced import layer_list
 from ktransformers.operators.partial_sums import PartialSums, Placeholder, RankGroup
@@ -249,7 +249,7 @@ def _cut_latent(cut: _Cut, module: nn.Module, key: str) -> str | None:
         spec = LatentSpec.of(module, key)
     except UnsupportedError:
         return "attention of another make"
-    if spec.has_gate or spec.has_wide_gate or spec.has_joint_gate or spec.hands_selection:
+    if spec.gate is not Gate.NONE or spec.hands_selection:
         return "gated latent attention"
     heads, count = spec.num_heads, spec.num_heads // cut.size
     if heads % cut.size:

@@ -16,29 +16,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ktransformers.kernels.attention_call import RowPages
 from ktransformers.kernels.triton.attention.rope import check_angles, check_ids, is_cached
 from ktransformers.kernels.triton.common.elementwise import check_float
 from ktransformers.kernels.triton.common.runtime import jit, power_of_two, tl
 
-__all__ = ["CompressedPages", "Entries", "attended", "keep_values", "make_entries", "turn"]
+__all__ = ["Entries", "attended", "keep_values", "make_entries", "turn"]
 
 _COPIED = 1024  # columns of a program
 _LISTED = 256
-
-
-@dataclass(frozen=True, slots=True)
-class CompressedPages:
-    """Where the positions of a step's sequences lie: block_table int32 [S, pages], seq_ids and kv_lens int32 [T]."""
-
-    block_table: Tensor
-    page_size: int
-    seq_ids: Tensor
-    kv_lens: Tensor
-
-    @property
-    def room(self) -> int:
-        """Number of positions that a row of the block table has room for."""
-        return int(self.block_table.shape[1]) * self.page_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +242,7 @@ def _entry_kernel(
     tl.store(target + 1, (odds * cos + evens * sin).to(element), mask=even < DIM)
 
 
-def make_entries(cache: Tensor, entries: Entries, slot_mapping: Tensor, pages: CompressedPages) -> None:
+def make_entries(cache: Tensor, entries: Entries, slot_mapping: Tensor, pages: RowPages) -> None:
     """Write the entries that the rows of a step end, once their C and Z are in cache [slots, columns]; see the module.
 
     The entry of positions p - M + 1 .. p goes to the slot of row p. Raises TypeError or ValueError for tensors that do
@@ -313,7 +299,7 @@ def _attended_kernel(
 
 
 def attended(
-    pages: CompressedPages,
+    pages: RowPages,
     window: int,
     units: int,
     width: int,

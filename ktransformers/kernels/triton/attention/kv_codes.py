@@ -8,8 +8,6 @@ products, which holds all of them exactly; int8 or FP8 attention, which rounds q
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import torch
 from torch import Tensor
 
@@ -18,7 +16,6 @@ from ktransformers.kernels.triton.common.elementwise import check_float
 from ktransformers.kernels.triton.common.runtime import jit, power_of_two, tl
 
 __all__ = [
-    "KvScales",
     "bits_of",
     "check_cache",
     "codes_of",
@@ -31,9 +28,6 @@ __all__ = [
     "widen_latents",
     "widened",
 ]
-
-KvScales: TypeAlias = tuple[Tensor | None, Tensor | None]
-"""Of keys, fp32 [slots, Hkv, parts], and of values, [slots, Hkv, 1]; None where what is kept are no codes."""
 
 _CODES = (torch.int8, torch.float8_e4m3fn)
 _E4M3_CAPABILITY = (8, 9)

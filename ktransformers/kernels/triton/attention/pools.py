@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ktransformers.kernels.attention_call import RowPages
 from ktransformers.kernels.triton.attention.rope import check_ids, is_cached
 from ktransformers.kernels.triton.common.elementwise import check_float
 from ktransformers.kernels.triton.common.runtime import jit, power_of_two, tl
@@ -92,27 +93,23 @@ def _pool_kernel(
     tl.store(out_ptr + row * out_row + columns, total / weights, mask=columns < DIM)
 
 
-def pooled(
-    cache: Tensor, bias: Tensor | None, block_table: Tensor, page_size: int, seq_ids: Tensor, kv_lens: Tensor,
-    dim: int, size: int,
-) -> Tensor:  # fmt: skip
+def pooled(cache: Tensor, bias: Tensor | None, pages: RowPages, dim: int, size: int) -> Tensor:
     """Compute the entry, fp32 [T, D], of the pool of `size` positions that ends with each row; zeros for rows that end
     none.
 
-    cache: [slots, D] or, with gates, [slots, 2 D]; bias: [size, D], added to gates; None for the mean of keys. The
-    others as in `attention`.
+    cache: [slots, D] or, with gates, [slots, 2 D]; bias: [size, D], added to gates; None for the mean of keys.
     """
-    num_rows = len(kv_lens)
+    num_rows = len(pages.kv_lens)
     check_float("cache", cache, (None, dim if bias is None else 2 * dim))
     if bias is not None:
         check_float("bias", bias, (size, dim))
-    check_ids("seq_ids", seq_ids, num_rows)
-    check_ids("kv_lens", kv_lens, num_rows)
+    check_ids("seq_ids", pages.seq_ids, num_rows)
+    check_ids("kv_lens", pages.kv_lens, num_rows)
     out = torch.empty(num_rows, dim, dtype=torch.float32, device=cache.device)
     if num_rows:
         _pool_kernel[(num_rows,)](
-            cache, cache if bias is None else bias, block_table, seq_ids, kv_lens, out,
-            cache.stride(0), block_table.stride(0), out.stride(0), page_size,
+            cache, cache if bias is None else bias, pages.block_table, pages.seq_ids, pages.kv_lens, out,
+            cache.stride(0), pages.block_table.stride(0), out.stride(0), pages.page_size,
             DIM=dim, DIM_P2=power_of_two(dim), SIZE=size, HAS_GATES=bias is not None,
         )  # fmt: skip
     return out

@@ -15,8 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ktransformers.kernels.attention_call import KvScales
 from ktransformers.kernels.triton.attention.kv_codes import (
-    KvScales,
     bits_of,
     check_cache,
     factor_and_scale,

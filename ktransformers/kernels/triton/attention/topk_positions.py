@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ktransformers.kernels.attention_call import RowPages, TopkCall
 from ktransformers.kernels.triton.attention.launch import compute_type
 from ktransformers.kernels.triton.attention.rope import check_ids
 from ktransformers.kernels.triton.common.elementwise import check_float
@@ -52,19 +53,16 @@ def _score_kernel(
         tl.store(to, kept, mask=(heads < NUM_HEADS)[:, None])
 
 
-def _scores(
-    q: Tensor, weights: Tensor | None, k_cache: Tensor, block_table: Tensor, page_size: int, seq_ids: Tensor,
-    kv_lens: Tensor, scale: float,
-) -> Tensor:  # fmt: skip
+def _scores(call: TopkCall) -> Tensor:
     """fp32 [T, N], or [T * H, N] of heads apart; N: what a row of the table has room for, and a tile's rest."""
+    q, weights, k_cache, pages = call.q, call.weights, call.k_cache, call.pages
     num_rows, num_heads, dim = q.shape
-    tiles = -(-block_table.shape[1] * page_size // _BLOCK_N)
-    apart = 1 if weights is not None else num_heads
-    out = torch.empty(num_rows * apart, tiles * _BLOCK_N, dtype=torch.float32, device=q.device)
+    tiles = -(-pages.room // _BLOCK_N)
+    out = torch.empty(num_rows * call.choices_per_row, tiles * _BLOCK_N, dtype=torch.float32, device=q.device)
     _score_kernel[(num_rows, tiles)](
-        q, q if weights is None else weights, k_cache, block_table, seq_ids, kv_lens, out,
+        q, q if weights is None else weights, k_cache, pages.block_table, pages.seq_ids, pages.kv_lens, out,
         q.stride(0), q.stride(1), 0 if weights is None else weights.stride(0), k_cache.stride(0),
-        block_table.stride(0), out.stride(0), page_size, float(scale),
+        pages.block_table.stride(0), out.stride(0), pages.page_size, float(call.scale),
         NUM_HEADS=num_heads, HEADS_P2=max(power_of_two(num_heads), 16), DIM=dim, DIM_P2=max(power_of_two(dim), 16),
         BLOCK_N=_BLOCK_N, IS_SUMMED=weights is not None,
         COMPUTE=compute_type(k_cache.dtype),
@@ -87,67 +85,53 @@ def _best(scores: Tensor, num_chosen: int) -> tuple[Tensor, Tensor]:
     return best, best < scores.shape[1]
 
 
-def select_topk_positions(
-    q: Tensor,
-    weights: Tensor | None,
-    k_cache: Tensor,
-    block_table: Tensor,
-    page_size: int,
-    seq_ids: Tensor,
-    kv_lens: Tensor,
-    scale: float,
-    num_chosen: int,
-    *,
-    block: int = 1,
-    num_local: int = 0,
-) -> tuple[Tensor, Tensor]:
+def select_topk_positions(call: TopkCall) -> tuple[Tensor, Tensor]:
     """Choose the best positions of T rows: slots int32 [n, K] and counts int32 [n], as `cpu.select_topk_positions`.
 
-    q: [T, H, D] and k_cache: [slots, D] of one type, fp16, bf16 or fp32; weights: fp32 [T, H]. K is smaller where the
-    block table has room for fewer positions. Nothing is read back to the host, and the same kernels are launched
-    whatever the lengths.
+    Queries and keys are of one type, fp16, bf16 or fp32; weights: fp32 [T, H]. K is smaller where the block table has
+    room for fewer positions. Nothing is read back to the host, and the same kernels are launched whatever the lengths.
     """
-    num_rows, num_heads, dim = q.shape
+    q, k_cache, pages = call.q, call.k_cache, call.pages
+    num_rows, _, dim = q.shape
     check_float("q", q, (None, None, None))
     check_float("k_cache", k_cache, (None, dim))
-    check_ids("seq_ids", seq_ids, num_rows)
-    check_ids("kv_lens", kv_lens, num_rows)
+    check_ids("seq_ids", pages.seq_ids, num_rows)
+    check_ids("kv_lens", pages.kv_lens, num_rows)
     if q.dtype != k_cache.dtype or q.stride(2) != 1:
         raise TypeError(f"q is {q.dtype} with strides {q.stride()} and k_cache {k_cache.dtype}: they must be alike")
-    width = -(-block_table.shape[1] * page_size // _BLOCK_N) * _BLOCK_N
-    apart = 1 if weights is not None else num_heads
-    step = max(_MAX_SCORES // (width * apart), 1)
-    found = []
-    for first in range(0, max(num_rows, 1), step):
-        rows = slice(first, first + step)
-        part = None if weights is None else weights[rows]
-        scores = _scores(q[rows], part, k_cache, block_table, page_size, seq_ids[rows], kv_lens[rows], scale)
-        seqs, lens = (ids[rows].repeat_interleave(apart) for ids in (seq_ids, kv_lens))
-        positions = _positions(scores, lens, num_chosen, block, num_local)
-        found.append(_slots(positions, lens, block_table, page_size, seqs))
+    width = -(-pages.room // _BLOCK_N) * _BLOCK_N
+    step = max(_MAX_SCORES // (width * call.choices_per_row), 1)
+    found = [_chosen(call.of(slice(first, first + step))) for first in range(0, max(num_rows, 1), step)]
     return torch.cat([slots for slots, _ in found]), torch.cat([counts for _, counts in found])
 
 
-def _positions(scores: Tensor, kv_lens: Tensor, num_chosen: int, block: int, num_local: int) -> Tensor:
+def _chosen(call: TopkCall) -> tuple[Tensor, Tensor]:
+    """The slots and counts of as many rows as are scored at a time."""
+    scores, pages = _scores(call), call.pages
+    seqs, lens = (ids.repeat_interleave(call.choices_per_row) for ids in (pages.seq_ids, pages.kv_lens))
+    choices = RowPages(pages.block_table, pages.page_size, seqs, lens)
+    return _slots(_positions(scores, lens, call), choices)
+
+
+def _positions(scores: Tensor, kv_lens: Tensor, call: TopkCall) -> Tensor:
     """Of the chosen blocks, ascending: int64 [R, K]; those that a row does not see come last."""
+    block = call.block
     if block > 1:
         spare = -scores.shape[1] % block
         scores = torch.nn.functional.pad(scores, (0, spare), value=float("-inf"))
         scores = scores.view(len(scores), -1, block).amax(-1)
         numbers = torch.arange(scores.shape[1], device=scores.device)
         last = ((kv_lens.long() - 1) // block)[:, None]
-        is_local = (numbers > last - num_local) & (numbers <= last)
+        is_local = (numbers > last - call.num_local) & (numbers <= last)
         scores = scores.masked_fill(is_local, float("inf"))
-    best, _ = _best(scores, num_chosen)
+    best, _ = _best(scores, call.num_chosen)
     inside = torch.arange(block, device=scores.device)
     return (best[..., None] * block + inside).flatten(1)
 
 
-def _slots(
-    positions: Tensor, kv_lens: Tensor, block_table: Tensor, page_size: int, seq_ids: Tensor
-) -> tuple[Tensor, Tensor]:
-    is_seen = positions < kv_lens.long()[:, None]
+def _slots(positions: Tensor, pages: RowPages) -> tuple[Tensor, Tensor]:
+    is_seen = positions < pages.kv_lens.long()[:, None]
     known = torch.where(is_seen, positions, 0)
-    pages = block_table[seq_ids.long()].gather(1, known // page_size)
-    slots = pages * page_size + (known % page_size).to(torch.int32)
+    found = pages.block_table[pages.seq_ids.long()].gather(1, known // pages.page_size)
+    slots = found * pages.page_size + (known % pages.page_size).to(torch.int32)
     return slots.to(torch.int32), is_seen.sum(1, dtype=torch.int32)

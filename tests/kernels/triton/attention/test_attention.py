@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from ktransformers.kernels import reference
+from ktransformers.kernels.triton.attention import paged
 from ktransformers.kernels.triton.attention.launch import workspace_numel
-from ktransformers.kernels.triton.attention.paged import attention
+from tests.support.checks.flat_calls import flat_attention
+
+attention = flat_attention(paged.attention)
+oracle_attention = flat_attention(reference.attention)
 
 PAGE = 16
 PAGES = 24
@@ -36,7 +40,7 @@ def case(rows, heads, kv_heads, dim_k, dim_v, dtype, device, page=PAGE, seed=0):
 def expected(arguments, scale, **options):
     cpu = [x.cpu() if isinstance(x, torch.Tensor) else x for x in arguments]
     options = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in options.items() if k != "counters"}
-    return reference.attention(*cpu, scale, **options)
+    return oracle_attention(*cpu, scale, **options)
 
 
 def check(arguments, scale, **options):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ktransformers.kernels.attention_call import RowPages
 from ktransformers.kernels.triton.attention.compressed import (
-    CompressedPages,
     Entries,
     attended,
     keep_values,
@@ -55,14 +55,12 @@ def test_keys_go_to_their_slots_and_padding_goes_nowhere(device: torch.device) -
     torch.testing.assert_close(kept.cpu(), cache, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def places(device: torch.device, lens: list[int], seqs: list[int]) -> CompressedPages:
+def places(device: torch.device, lens: list[int], seqs: list[int]) -> RowPages:
     table = torch.randperm(SLOTS // PAGE, generator=torch.Generator().manual_seed(3)).to(torch.int32).view(2, -1)
-    return CompressedPages(
-        table.to(device), PAGE, torch.tensor(seqs).int().to(device), torch.tensor(lens).int().to(device)
-    )
+    return RowPages(table.to(device), PAGE, torch.tensor(seqs).int().to(device), torch.tensor(lens).int().to(device))
 
 
-def slot(pages: CompressedPages, seq: int, position: int) -> int:
+def slot(pages: RowPages, seq: int, position: int) -> int:
     return int(pages.block_table[seq, position // PAGE]) * PAGE + position % PAGE
 
 

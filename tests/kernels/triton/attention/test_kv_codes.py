@@ -6,14 +6,18 @@ import pytest
 import torch
 
 from ktransformers.kernels import reference
+from ktransformers.kernels.triton.attention import mla, paged
 from ktransformers.kernels.triton.attention.kv_codes import widen_latents
 from ktransformers.kernels.triton.attention.latent import norm_to_cache
-from ktransformers.kernels.triton.attention.mla import mla_attention
-from ktransformers.kernels.triton.attention.paged import attention
 from ktransformers.kernels.triton.attention.rope import latent_to_cache, rope_to_cache
 from tests.kernels.triton.attention.test_attention import DECODE, OPTIONS, PREFILL, TOLERANCE, case, with_sinks
 from tests.kernels.triton.attention.test_mla import case as latent_case
+from tests.support.checks.flat_calls import flat_attention, flat_mla
 from tests.support.checks.products import product
+
+attention = flat_attention(paged.attention)
+mla_attention = flat_mla(mla.mla_attention)
+oracle_attention = flat_attention(reference.attention)
 
 CODES = [torch.int8, torch.float8_e4m3fn]
 EACH = pytest.mark.parametrize("dtype", CODES, ids=str)
@@ -157,7 +161,7 @@ def attended(arguments, dtype, device, scale, **options):
     got = attention(q, k, v, *places, scale, scales=(k_scales, v_scales), **options)
     places = [x.cpu() if isinstance(x, torch.Tensor) else x for x in places]
     plain = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in options.items() if name != "counters"}
-    return got.float().cpu(), reference.attention(q.cpu(), k_numbers, v_numbers, *places, scale, **plain)
+    return got.float().cpu(), oracle_attention(q.cpu(), k_numbers, v_numbers, *places, scale, **plain)
 
 
 @product(strength=1, dtype=CODES, step=[*ROWS], options=OPTIONS)
@@ -216,7 +220,7 @@ def test_latent_attention(kind, step, dtype, device):
     cache, scales, wide = coded(cache, dtype, device, RANK)
     got = mla_attention(q, cache, RANK, *places, 0.05, scales=scales).float().cpu()
     places = [x.cpu() if isinstance(x, torch.Tensor) else x for x in places]
-    want = reference.attention(q.cpu(), wide, wide[..., :RANK], *places, 0.05)
+    want = oracle_attention(q.cpu(), wide, wide[..., :RANK], *places, 0.05)
     # logits of up to 100 carry 100 * 2^-24 times some sums in fp32, which exp makes relative
     tolerance = 2e-4 if kind is torch.float32 else TOLERANCE[kind]
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)

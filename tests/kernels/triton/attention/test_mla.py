@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from ktransformers.kernels import reference
+from ktransformers.kernels.triton.attention import mla
 from ktransformers.kernels.triton.attention.launch import workspace_numel
-from ktransformers.kernels.triton.attention.mla import mla_attention
+from tests.support.checks.flat_calls import flat_attention, flat_mla
+
+mla_attention = flat_mla(mla.mla_attention)
+oracle_attention = flat_attention(reference.attention)
 
 PAGE, PAGES = 16, 20
 # As in test_attention: the probabilities' and the result's rounding, half a unit of 2^-11 each for fp16; here sums
@@ -32,7 +36,7 @@ def check(rows, heads, rank, rope, dtype, device, **options):
     scale = (rank + rope) ** -0.5
     out = mla_attention(q, cache, rank, *rest, scale, **options)
     cpu = [x.cpu() if isinstance(x, torch.Tensor) else x for x in (q, cache, cache[..., :rank], *rest)]
-    want = reference.attention(*cpu, scale, **options)
+    want = oracle_attention(*cpu, scale, **options)
     torch.testing.assert_close(out.float().cpu(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 

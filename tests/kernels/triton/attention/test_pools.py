@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ktransformers.kernels.triton.attention.pools import pooled, rows_to_cache
+from ktransformers.kernels.triton.attention import pools
+from ktransformers.kernels.triton.attention.pools import rows_to_cache
+from tests.support.checks.flat_calls import flat_pooled
 from tests.support.checks.products import product
+
+pooled = flat_pooled(pools.pooled)
 
 PAGE, PAGES = 8, 5
 

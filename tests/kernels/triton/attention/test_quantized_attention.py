@@ -6,11 +6,15 @@ import pytest
 import torch
 
 from ktransformers.kernels import reference
+from ktransformers.kernels.triton.attention import paged
 from ktransformers.kernels.triton.attention.kv_codes import why_no_quantized_attention
-from ktransformers.kernels.triton.attention.paged import attention
 from tests.kernels.triton.attention.test_attention import DECODE, OPTIONS, PREFILL, TOLERANCE, case, with_sinks
 from tests.kernels.triton.attention.test_kv_codes import CODES, coded
+from tests.support.checks.flat_calls import flat_attention
 from tests.support.checks.products import product
+
+attention = flat_attention(paged.attention)
+oracle_attention = flat_attention(reference.attention)
 
 EACH = pytest.mark.parametrize("dtype", CODES, ids=str)
 
@@ -33,7 +37,7 @@ class Attended:
     def expected(self, q):
         cpu = [x.cpu() if isinstance(x, torch.Tensor) else x for x in self.places]
         options = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in self.options.items()}
-        return reference.attention(q.float().cpu(), self.k_numbers, self.v_numbers, *cpu, self.scale, **options)
+        return oracle_attention(q.float().cpu(), self.k_numbers, self.v_numbers, *cpu, self.scale, **options)
 
     def check(self):
         """Queries are rounded as the oracle rounds keys; the rest is as without.

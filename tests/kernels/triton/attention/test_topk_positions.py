@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from ktransformers.kernels import reference
-from ktransformers.kernels.triton.attention.topk_positions import select_topk_positions
+from ktransformers.kernels.triton.attention import topk_positions
+from tests.support.checks.flat_calls import flat_topk
 from tests.support.checks.products import product
+
+select_topk_positions = flat_topk(topk_positions.select_topk_positions)
+oracle_topk_positions = flat_topk(reference.select_topk_positions)
 
 PAGE, PAGES = 16, 12
 
@@ -36,7 +40,7 @@ def test_the_best_are_chosen_and_ties_go_to_lower_positions(shape, options, is_s
     given = weights if is_summed else None
     slots, counts = select_topk_positions(q, given, keys, table, PAGE, seqs, lens, 0.5, 10, **options)
     cpu = [None if part is None else part.cpu() for part in (q, given, keys, table, seqs, lens)]
-    want = reference.select_topk_positions(*cpu[:4], PAGE, *cpu[4:], 0.5, 10, **options)
+    want = oracle_topk_positions(*cpu[:4], PAGE, *cpu[4:], 0.5, 10, **options)
     assert [row[:count].tolist() for row, count in zip(slots.cpu(), counts.tolist(), strict=True)] == want
     assert int(slots.min()) >= 0
 

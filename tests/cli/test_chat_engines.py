@@ -1,0 +1,79 @@
+"""The whole command with what its engine shares with the server: pages below the cache, and stages."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from ktransformers.cli import main
+from tests.support.models.demo import DEMO_GGUF
+
+QUESTIONS = ("What is 17 + 25?", "And minus 3?", "Who are you?")
+FLAGS = ("--lines", "--cpu_infer", "1", "--temperature", "0", "--max_new_tokens", "60", "--no_use_cuda")
+
+
+def chat(*lines: str, flags: tuple[str, ...] = ()) -> tuple[list[str], str]:
+    """The answers, and what stands on standard error."""
+    text = "".join(f"{line}\n" for line in lines).encode()
+    streams = [io.TextIOWrapper(io.BytesIO(content), encoding="utf-8") for content in (text, b"", b"")]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, stream in zip(("stdin", "stdout", "stderr"), streams, strict=True):
+            patch.setattr(sys, name, stream)
+        code = main(["chat", str(DEMO_GGUF), *FLAGS, *flags])
+        streams[1].flush()
+        streams[2].flush()
+    out, err = (stream.buffer.getvalue().decode() for stream in streams[1:])  # type: ignore[attr-defined]
+    assert code == 0, err
+    return out.splitlines(), err
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[str]:
+    answers, _ = chat(*QUESTIONS)
+    assert "42" in answers[0]
+    return answers
+
+
+def reused(err: str) -> list[int]:
+    """Of each answer's prompt, the tokens that were not computed."""
+    return [int(found) for found in re.findall(r"prompt eval: \d+ tokens(?: \((\d+) of them reused\))?", err) if found]
+
+
+def test_stages_answer_as_one_process_does(wanted: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "s.safetensors"
+    answers, err = chat(*QUESTIONS[:2], f"/save {path}", QUESTIONS[2], flags=("--pipeline", "2"))
+    assert answers == wanted
+    assert len(reused(err)) == 2
+
+
+def test_a_conversation_is_found_below_the_cache(wanted: list[str], tmp_path: Path) -> None:
+    """Another one has used the cache of 256 tokens meanwhile; then all of the first goes into one file."""
+    folder, path, small = tmp_path / "pages", tmp_path / "s.safetensors", ("--cache_lens", "256")
+    tiers = (*small, "--cpu_memory_size_GB", "0.01", "--kv_disk_path", str(folder), "--kv_disk_size_GB", "1")
+    folder.mkdir(mode=0o700)
+    text = tmp_path / "text"
+    other = ["/save! " + str(text), "/clear", "word " * 60, "/clear", f"/load {text}"]
+    answers, err = chat(*QUESTIONS[:2], *other, QUESTIONS[2], f"/save {path}", flags=tiers)
+    assert [answers[0], answers[1], answers[-1]] == wanted
+    assert list(folder.glob("*.page"))
+    in_file, tokens = map(int, re.findall(r"saved 6 messages, (\d+) of (\d+) tokens in the cache", err)[0])
+    assert in_file == (tokens - 1) // 16 * 16
+    # Another engine finds them in the folder, and in the session's file.
+    for lines, flags in (((f"/load {text}", QUESTIONS[2]), tiers), ((f"/load {path}", "/regen"), small)):
+        again, err = chat(*lines, flags=flags)
+        assert again == wanted[2:]
+        assert reused(err)[0] > 16
+
+
+def test_tiers_that_contradict(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for flags, says in (
+        (["--kv_disk_size_GB", "1"], "--kv_disk_size_GB bounds the files in --kv_disk_path; name that folder, too"),
+        (["--pipeline", "2", "--cpu_memory_size_GB", "1"], "--pipeline keeps pages in the cache alone"),
+        (["--cpu_memory_size_GB", "0.000001"], "--cpu_memory_size_GB: .* are too little for this model"),
+    ):
+        assert main(["chat", str(DEMO_GGUF), "--no_use_cuda", *flags, "-p", "x"]) == 2
+        assert re.search(says, capsys.readouterr().err)
