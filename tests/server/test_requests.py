@@ -44,8 +44,7 @@ class SteppedBackend(TransformersInterface):
 
     def __init__(self) -> None:
         super().__init__(EngineConfig())
-        self.permits = threading.Semaphore(0)
-        self.runner = FakeRunner(ngram_logits(VOCAB), VOCAB, 256)
+        self.permits, self.runner = threading.Semaphore(0), FakeRunner(ngram_logits(VOCAB), VOCAB, 256)
 
     def allow(self, num_steps: int = 10_000) -> None:
         self.permits.release(num_steps)
@@ -62,8 +61,8 @@ class SteppedBackend(TransformersInterface):
             return forward(*args)
 
         self.runner.forward = waiting  # type: ignore[method-assign]
-        loop = BatchLoop(lambda report: FakeEngine(self.runner, byte_tokenizer(), chunk_size=8), progress)
-        return LoadedLoop.of(loop, ProfileMeta(backend=self.name, version=""))
+        made = FakeEngine(self.runner, byte_tokenizer(), chunk_size=8)
+        return LoadedLoop.of(BatchLoop(lambda report: made, progress), ProfileMeta(backend=self.name, version=""))
 
 
 class Service:

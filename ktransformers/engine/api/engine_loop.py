@@ -90,7 +90,7 @@ class LoopEngine(Protocol):
         ...
 
 
-EngineT = TypeVar("EngineT", bound=LoopEngine)
+EngineT = TypeVar("EngineT", bound=LoopEngine, covariant=True)
 
 Build = Callable[[Callable[..., None]], EngineT]
 """Builds the engine on the loop's thread. Given a function to report progress to, which raises when nobody waits."""
@@ -152,7 +152,7 @@ class EngineLoop(Generic[EngineT]):
 
         def run() -> None:
             try:
-                self._prepare(build(report))
+                self._prepare(build, report)
             except BaseException as error:  # noqa: BLE001 - the constructor raises it
                 started.put(error)
                 return
@@ -169,8 +169,8 @@ class EngineLoop(Generic[EngineT]):
         if error is not None:
             raise error
 
-    def _prepare(self, engine: EngineT) -> None:
-        self.engine = engine
+    def _prepare(self, build: Build[EngineT], report: Callable[..., None]) -> None:
+        self.engine = engine = build(report)
         try:
             self.config = engine.scheduler_config
         except KTransformersError:

@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from typing_extensions import override
 
@@ -23,6 +23,7 @@ from ktransformers import __version__
 from ktransformers.config import EngineConfig
 from ktransformers.core import Progress, TokenEvent
 from ktransformers.engine.api.batch_loop import BatchLoop, EngineRequest, PrefillChunk
+from ktransformers.engine.api.engine_loop import LoopEngine
 from ktransformers.engine.api.generate import Generation, prefill_and_generate
 from ktransformers.engine.load.reference import build_reference_engine
 from ktransformers.engine.model.checks import check_tokenizer
@@ -61,11 +62,11 @@ class LoadedLoop:
     """A loaded model: its facts, the loop that answers, and the facts for profiles."""
 
     model: ModelInfo
-    loop: BatchLoop[Any]
+    loop: BatchLoop[LoopEngine]
     profiled: ProfileMeta = field(default_factory=lambda: ProfileMeta(backend="", version=__version__))
 
     @classmethod
-    def of(cls, loop: BatchLoop[Any], profiled: ProfileMeta) -> LoadedLoop:
+    def of(cls, loop: BatchLoop[LoopEngine], profiled: ProfileMeta) -> LoadedLoop:
         """Describe the model of a loop."""
         engine, limits = loop.engine, loop.config.limits
         described = engine.model
