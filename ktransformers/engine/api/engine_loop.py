@@ -31,7 +31,7 @@ from ktransformers.profiling.recorder import open_recorder
 from ktransformers.scheduler.commands import ProfileOff, ProfileOn, RequestCommand
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.driver import SchedulerDriver
-from ktransformers.scheduler.records import StepPlan
+from ktransformers.scheduler.records import StepPlan, StepResult
 
 __all__ = ["Build", "EngineLoop", "EngineT", "LoopEngine"]
 
@@ -125,6 +125,9 @@ class EngineLoop(Generic[EngineT]):
     driver: SchedulerDriver
     failure: Exception | None = None
     """What the step raised, if it failed, while `deliver` is given what came of it."""
+    _next: StepPlan | None = None  # planned and prepared
+    _done: StepResult | None = None  # not taken in yet
+    _plans_ahead = True
 
     def __init__(
         self,
@@ -248,7 +251,7 @@ class EngineLoop(Generic[EngineT]):
         """Take in commands; wait for one when there is nothing else to do. False when told to stop."""
         has_news = False
         while True:
-            is_idle = not self.driver.scheduler.has_work
+            is_idle = not self.driver.scheduler.has_work and not self.has_next
             if is_idle and has_news:
                 self._deliver(self.driver)  # what commands have ended
                 has_news = False
@@ -266,6 +269,7 @@ class EngineLoop(Generic[EngineT]):
                 return False
             has_news = True
             if isinstance(command, _Call):
+                self._settle()
                 _answer(command)
             for one in command if isinstance(command, tuple) else ():
                 self._obey(one)
@@ -295,29 +299,72 @@ class EngineLoop(Generic[EngineT]):
             self.driver.record(executor.recorder.post)
 
     def step(self) -> None:
-        """Plan a step, run it, and take its results in. Between two steps."""
-        plan = self.driver.plan()
+        """Run a step, and take its results in. Where GPUs compute it, the step before it is taken in meanwhile, and the
+        one behind it planned: between two of them there is nothing but sampling."""
+        plan = self._take_next() or self.driver.plan()
         if plan is None:
             stats = self.driver.stats()
             assert not stats.num_running + stats.num_waiting, "requests wait and nothing is planned"
             return  # nothing was left to copy
         self._planned(plan)
+        executor = self.engine.executor
         try:
-            result = self.engine.executor.execute(plan)
+            result = executor.execute(plan, self._go_on if executor.runs_apart else None)
         except StageLostError as error:
             logger.warning("%s; answers go on once another one is there", error)
-            self.engine.executor.recover()
+            self._drop_pending()
+            executor.recover()
             self.driver.lose_steps()
         except Exception as error:  # whatever a kernel or torch raises must reach the readers, and the log
+            self._drop_pending()
             names = ", ".join(self.driver.scheduler.in_flight_ids(plan.step_id))
             logger.exception("a step failed: the answers that were in it end here (%s), all others go on", names)
-            self.engine.executor.reset()
+            executor.reset()
             self.failure = error
             self.driver.fail_step(plan, f"the engine failed with {type(error).__name__}: {error}")
         else:
-            self.driver.commit(result)
+            self._take_in()  # where it did not run apart after all
+            self._done = result
+            if self.has_next:
+                return  # taken in while that one runs
+            self._take_in()
         self._deliver(self.driver)
         self.failure = None
+
+    def _go_on(self) -> None:
+        """While a step is computed."""
+        if self._done is not None:
+            self._take_in()
+            self._deliver(self.driver)
+        self._next = self.driver.plan() if self._plans_ahead else None
+        if self._next is not None:
+            self.engine.executor.prepare(self._next)
+
+    def _take_in(self) -> None:
+        if self._done is not None:
+            self.driver.commit(self._done)
+            self._done = None
+
+    def _take_next(self) -> StepPlan | None:
+        plan, self._next = self._next, None
+        return plan
+
+    @property
+    def has_next(self) -> bool:
+        """Whether a step is planned that has not run yet."""
+        return self._next is not None
+
+    def _drop_pending(self) -> None:
+        """What was planned behind a step that failed; what was computed before it counts."""
+        self._take_in()
+        self._next = None
+
+    def _settle(self) -> None:
+        """Run what is planned, and plan no more: then no step is in flight."""
+        self._plans_ahead = False
+        while self.has_next:
+            self.step()
+        self._plans_ahead = True
 
 
 def _answer(call: _Call) -> None:

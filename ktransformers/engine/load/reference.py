@@ -7,7 +7,7 @@ kernels is in it. One sequence; on the CPU; weights take four bytes each.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from ktransformers.engine.plan.cache_plan import PAGE_SIZE, cache_len_of
 from ktransformers.engine.sampling.constraints import mask_of
 from ktransformers.engine.sampling.logits_request import StepLogits
 from ktransformers.engine.step.hidden import HiddenStatesHook
-from ktransformers.engine.step.paged import PagedExecutor, StepInputs
+from ktransformers.engine.step.paged import PagedExecutor, StepTensors
 from ktransformers.errors import CapacityError, ConfigError, TensorMismatchError, UnsupportedError, reason_of
 from ktransformers.kernels import reference
 from ktransformers.kernels.blocks import decode_blocks
@@ -56,7 +56,8 @@ class ReferenceRunner:
     prefix: the tokens of the sequence before the next step's. Those that the cache does not hold are computed first.
     """
 
-    begins_ahead = False
+    begins_ahead = runs_apart = False
+    meanwhile: Callable[[], None] | None = None
 
     def __init__(self, model: PreTrainedModel):
         self._model = model
@@ -150,7 +151,7 @@ class ReferenceExecutor(PagedExecutor):
         self._run_id, self._ids = 0, list[int]()  # of the run that is computed, and its tokens
 
     @override
-    def _forward(self, rows: Sequence[ScheduledSequence], inputs: StepInputs) -> StepLogits:
+    def _forward(self, rows: Sequence[ScheduledSequence], inputs: StepTensors) -> StepLogits:
         (row,) = rows
         if row.run_id != self._run_id:
             self._run_id, self._ids = row.run_id, list(self._runs[row.run_id].start.token_ids)

@@ -28,8 +28,9 @@ DEFAULT_CACHE_LEN = 8192
 """Tokens of a sequence that the cache has room for when --cache_lens is not given, if the model's context is that
 long."""
 
-PAGE_SIZE, SHARED_PAGE_SIZE = 16, 64
-"""Positions of a page for one sequence, and for several: what a next turn computes again, against longer tables."""
+PAGE_SIZE, GPU_PAGE_SIZE, SHARED_PAGE_SIZE = 16, 256, 64
+"""Positions of a page for one sequence on the CPU, for one on GPUs, and for several: what a next turn computes again,
+which GPUs do in no time, against longer tables, for which GPUs have kernels of several widths to make ready."""
 
 PAGED_SHARE = 0.25
 """Of the free memory, what the pages may take when --cache_lens is not given."""
@@ -86,7 +87,8 @@ class CachePlan:
         given."""
         if self.size:
             return self.size
-        least = PAGE_SIZE if self.max_batch_size == 1 else SHARED_PAGE_SIZE
+        is_on_gpu = any(shape.place != "cpu" for shape in shapes)
+        least = SHARED_PAGE_SIZE if self.max_batch_size > 1 else GPU_PAGE_SIZE if is_on_gpu else PAGE_SIZE
         return math.lcm(least, *(shape.index_pool for shape in shapes))
 
     def num_slots(self, opened: OpenedModel, plan: Plan, shapes: Sequence[LayerShape]) -> int:

@@ -38,7 +38,7 @@ from ktransformers.scheduler.records import (
 )
 from ktransformers.scheduler.tier_records import TierResult
 
-__all__ = ["PagedExecutor", "StepInputs", "StepRunner"]
+__all__ = ["PagedExecutor", "StepRunner", "StepTensors"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,13 @@ class StepRunner(Protocol):
 
     @property
     def begins_ahead(self) -> bool: ...
+
+    @property
+    def runs_apart(self) -> bool:
+        """Whether a step is computed while `meanwhile` is called, which is set for it: by GPUs."""
+        ...
+
+    meanwhile: Callable[[], None] | None
 
     def begin(
         self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor
@@ -117,7 +124,7 @@ class KeptRows:
 
 
 @dataclass(frozen=True, slots=True)
-class StepInputs:
+class StepTensors:
     """The inputs of a step, as the runner takes them: ids and positions [T], and which rows' logits are kept."""
 
     kept: KeptRows
@@ -125,6 +132,7 @@ class StepInputs:
     positions: torch.Tensor
     context: ForwardContext
     keep: torch.Tensor
+    sources: Sequence[tuple[int, int]] = ()  # (index of a token, sampled row of the step before that it is)
 
 
 class PagedExecutor:
@@ -163,7 +171,7 @@ class PagedExecutor:
         self._counted = expert_counts()  # as it was after the last step
         self._runs: dict[int, _Run] = {}
         self._previous: list[int] = []  # tokens that the step before sampled, by sampled row
-        self._begun: dict[int, StepInputs] = {}  # by step
+        self._begun: dict[int, StepTensors] = {}  # by step
 
     @property
     def num_runs(self) -> int:
@@ -194,22 +202,33 @@ class PagedExecutor:
             self.runner.begin(made.token_ids, made.positions, made.context, made.keep)
             self._begun[plan.step_id] = made
 
-    def _inputs(self, plan: StepPlan) -> StepInputs:
+    def prepare(self, plan: StepPlan) -> None:
+        """Make the inputs of the step that `execute` gets next, but for tokens that are not sampled yet."""
+        if plan.rows:
+            self._begun[plan.step_id] = self._inputs(plan)
+
+    def _inputs(self, plan: StepPlan) -> StepTensors:
         """What the step's rows come to, its new runs begun."""
         for start in plan.starts:
             self._runs[start.run_id] = self._started(start)
         rows, kept = plan.rows, self._kept(plan.rows)
-        token_ids = np.array(self._token_ids(rows), dtype=np.int64)
+        token_ids, sources = self._token_ids(rows)
         tables = [self._runs[row.run_id].pages(row) for row in rows]
         positions, context = paged_context(self._cache, self._pool, rows, tables)
         keep = torch.from_numpy(np.array(kept.rows, dtype=np.int64))
-        return StepInputs(kept, torch.from_numpy(token_ids), positions, context, keep)
+        return StepTensors(kept, torch.from_numpy(token_ids), positions, context, keep, sources)
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    @property
+    def runs_apart(self) -> bool:
+        """Whether `execute` calls `meanwhile` while GPUs compute."""
+        return self.runner.runs_apart
+
+    def execute(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> StepResult:
         """Run one step of the scheduler. A row that cannot be sampled gets an error of its own; an exception is about
         the whole step.
 
-        Raises StageLostError where `recover` helps.
+        meanwhile: called once the step's rows are on their way, where it `runs_apart`. Raises StageLostError where
+        `recover` helps.
         """
         began_ns = time.monotonic_ns()
         for run_id in plan.ended:
@@ -220,6 +239,9 @@ class PagedExecutor:
             return StepResult(step_id=plan.step_id, results=[], tiers=self._tier_result())
         copied_ns = time.monotonic_ns()
         inputs = self._begun.pop(plan.step_id, None) or self._inputs(plan)
+        for index, source in inputs.sources:
+            inputs.token_ids.numpy()[index] = self._previous[source]
+        self.runner.meanwhile = meanwhile
         kept, recorder = inputs.kept, self.recorder
         if recorder is not None:
             recorder.begin_step(plan.step_id, plan.num_tokens, [kept.rows[at] for at in kept.sampled])
@@ -297,7 +319,7 @@ class PagedExecutor:
         samplers = [self._runs[row.run_id].sampler for row in rows if row.is_sampled]
         return [BEST_TOKEN if sampler is None else sampler.logits_request for sampler in samplers]
 
-    def _forward(self, rows: Sequence[ScheduledSequence], inputs: StepInputs) -> StepLogits:
+    def _forward(self, rows: Sequence[ScheduledSequence], inputs: StepTensors) -> StepLogits:
         ids, positions, context, keep = inputs.token_ids, inputs.positions, inputs.context, inputs.keep
         needs = self._needs(rows, inputs.kept)
         pooled = [self._runs[row.run_id].pooled for row in rows]
@@ -333,16 +355,18 @@ class PagedExecutor:
         """What a row's error says, with the tensor that is damaged where one may be."""
         return str(error.with_damage(self.find_damage()) if isinstance(error, NotFiniteError) else error)
 
-    def _token_ids(self, rows: Sequence[ScheduledSequence]) -> Sequence[int]:
+    def _token_ids(self, rows: Sequence[ScheduledSequence]) -> tuple[npt.NDArray[np.int64], list[tuple[int, int]]]:
+        """The tokens of rows, and which of them are still to be sampled: see StepTensors.sources."""
         if len(rows) == 1 and rows[0].token_source is None:
-            return rows[0].token_ids
-        found: list[int] = []
+            return np.array(rows[0].token_ids, dtype=np.int64), []
+        found, sources = list[int](), list[tuple[int, int]]()
         for row in rows:
             if row.token_source is None:
                 found += row.token_ids
             else:
-                found.append(self._previous[row.token_source])
-        return found
+                sources.append((len(found), row.token_source))
+                found.append(0)
+        return np.array(found, dtype=np.int64), sources
 
     def _sample(self, rows: Sequence[ScheduledSequence], logits: StepLogits) -> list[RowResult]:
         """One result per sampled row, in order. logits: of the sampled rows."""

@@ -29,7 +29,11 @@ class ModelRunner:
     the logits. broadcast: given each step before it runs, where other processes have to run it, too. begins_ahead:
     whether these may begin steps while this one runs others: they are stages before it. send_output: called with the
     rows of each step that this process follows, for a stage that gives hidden states to the next one.
+
+    meanwhile: called in a step on GPUs between its launch and its end, once for each time it is set.
     """
+
+    meanwhile: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -46,6 +50,11 @@ class ModelRunner:
         self.model, self.pool = forward_pass.model, forward_pass.pool
         self.hook = HiddenStatesHook(forward_pass.model)
         self._profile: GpuProfile | None = None
+
+    @property
+    def runs_apart(self) -> bool:
+        """Whether steps are computed by GPUs, while this process has time for `meanwhile`."""
+        return self._pass.layout is not None and not self.begins_ahead
 
     @torch.inference_mode()
     def step(
@@ -192,6 +201,9 @@ class ModelRunner:
             self._profile.fetch()
         for follower in self._pass.layout.followers:
             follower.launched()
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
 
     @torch.inference_mode()
     def profile_gpus(self, on: bool) -> GpuProfile | None:

@@ -135,7 +135,8 @@ def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> Tokenizer:
 class _Steps:
     """A FakeRunner as an executor runs it. prefix: see ReferenceRunner."""
 
-    begins_ahead = False
+    begins_ahead = runs_apart = False
+    meanwhile: Any = None
 
     def __init__(self, runner: FakeRunner):
         self.runner, self.prefix = runner, list[int]()
