@@ -19,17 +19,25 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Call", "fp32_copy", "intercepted", "is_watched", "recorded_calls", "replaced_forwards", "tensors_in"]
+__all__ = [
+    "RecordedCall",
+    "fp32_copy",
+    "intercepted",
+    "is_watched",
+    "recorded_calls",
+    "replaced_forwards",
+    "tensors_in",
+]
 
 
 @dataclass(slots=True)
-class Call:
+class RecordedCall:
     """A call of a module, named `key` by whoever records it. output: None of a call that failed."""
 
     key: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    output: Any = None
+    output: object = None
 
     @property
     def hidden_states(self) -> torch.Tensor:
@@ -39,7 +47,7 @@ class Call:
 
 
 @contextmanager
-def replaced_forwards(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+def replaced_forwards(forwards: Iterable[tuple[nn.Module, Callable[..., object]]]) -> Iterator[None]:
     """Let each module run the function beside it in place of its own forward, while the block runs."""
     with ExitStack() as stack:
         for module, forward in forwards:
@@ -48,14 +56,14 @@ def replaced_forwards(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) 
         yield
 
 
-def _restore(module: nn.Module, forward: Callable[..., Any] | None) -> None:
+def _restore(module: nn.Module, forward: Callable[..., object] | None) -> None:
     del module.forward
     if forward is not None:
         module.forward = forward
 
 
 @contextmanager
-def intercepted(modules: Iterable[tuple[Hashable, nn.Module]], run: Callable[..., Any]) -> Iterator[None]:
+def intercepted(modules: Iterable[tuple[Hashable, nn.Module]], run: Callable[..., object]) -> Iterator[None]:
     """Call `run(key, forward, *args, **kwargs)`, whose result is returned, where one of the modules would run its own
     `forward`, while the block runs.
     """
@@ -64,15 +72,15 @@ def intercepted(modules: Iterable[tuple[Hashable, nn.Module]], run: Callable[...
 
 
 @contextmanager
-def recorded_calls(modules: Iterable[tuple[Hashable, nn.Module]]) -> Iterator[list[Call]]:
+def recorded_calls(modules: Iterable[tuple[Hashable, nn.Module]]) -> Iterator[list[RecordedCall]]:
     """Yield a list that gets the calls of the modules, in the order in which they end, those too that fail.
 
     Tensors are copied, because modules may change in place what they are given.
     """
-    calls: list[Call] = []
+    calls: list[RecordedCall] = []
 
-    def run(key: Hashable, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        call = Call(key, *_copied((args, kwargs), {}))
+    def run(key: Hashable, forward: Callable[..., object], /, *args: Any, **kwargs: Any) -> object:
+        call = RecordedCall(key, *_copied((args, kwargs), {}))
         try:
             output = forward(*args, **kwargs)
             call.output = _copied(output, {})
@@ -103,7 +111,7 @@ def fp32_copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", torch.float32, copy=True)
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
     """Yield all tensors in `value`, which may be one, or tuples, lists and dicts of them."""
     if isinstance(value, torch.Tensor):
         yield value

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ktransformers.operators.recorder import Call, fp32_copy
+from ktransformers.operators.recorder import RecordedCall, fp32_copy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,7 +62,7 @@ class LayerPass:
 
     def run(self, index: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run or skip layer `index`, whose own forward is given, and return what it hands to the next layer."""
-        hidden = Call(index, args, kwargs).hidden_states
+        hidden = RecordedCall(index, args, kwargs).hidden_states
         if index in self.selected:
             self.trace.inputs[index] = fp32_copy(hidden)
             hidden = self._replaced("inputs", index, hidden).clone()

@@ -37,7 +37,7 @@ from ktransformers.operators.attention.rope import settle_rotations
 from ktransformers.operators.comparison import MEDIAN, Measure, Tolerance, difference, quantile
 from ktransformers.operators.layers.cpu import FusedLayer
 from ktransformers.operators.layers.traced import LayerCall, layer_list
-from ktransformers.operators.recorder import Call, fp32_copy, intercepted, recorded_calls, tensors_in
+from ktransformers.operators.recorder import RecordedCall, fp32_copy, intercepted, recorded_calls, tensors_in
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.tied import TiedSource
 
@@ -356,7 +356,7 @@ def _parts(layer: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, part) for name, part in named if name]
 
 
-def _is_culprit(got: Call, want: Call, near: float, last: int) -> bool:
+def _is_culprit(got: RecordedCall, want: RecordedCall, near: float, last: int) -> bool:
     """Whether a module was given the same as the reference's, and made something else of it."""
     sides = [[_first_floats(call.args, call.kwargs), _first_floats(call.output)] for call in (got, want)]
     (given, output), (want_given, want_output) = sides

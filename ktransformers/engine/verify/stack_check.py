@@ -17,7 +17,7 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.operators.comparison import Tolerance, difference
 from ktransformers.operators.layers.gpu import LayerStack
 from ktransformers.operators.layers.traced import decoder_layers
-from ktransformers.operators.recorder import Call, recorded_calls, tensors_in
+from ktransformers.operators.recorder import RecordedCall, recorded_calls, tensors_in
 
 __all__ = ["StackCheck"]
 
@@ -34,14 +34,14 @@ class StackCheck:
 
     checked: CheckedModel
     num_tokens: int
-    _alone: list[Call] = field(default_factory=list)
+    _alone: list[RecordedCall] = field(default_factory=list)
 
     def begin(self) -> None:
         """Keep what each layer is given and computes."""
         self._alone = self._recorded(decoder_layers(self.checked.model))
 
     @torch.inference_mode()
-    def _recorded(self, modules: Sequence[nn.Module]) -> list[Call]:
+    def _recorded(self, modules: Sequence[nn.Module]) -> list[RecordedCall]:
         """The calls, in a step, of modules that run one after the other."""
         ids = torch.randint(0, self.num_tokens, (_ROWS,), generator=torch.Generator().manual_seed(13))
         with recorded_calls(enumerate(modules)) as calls:

@@ -187,9 +187,9 @@ class KIndexer(WrapperOperator):
         self,
         hidden_states: Tensor,
         position_embeddings: Any = None,
-        attention_mask: Any = None,
-        *args: Any,
-        **kwargs: Any,
+        attention_mask: object = None,
+        *args: object,
+        **kwargs: object,
     ) -> ChoiceMask | PendingChoice | None:
         """Return the choice as modules of grouped keys pass it to attention: in the place of their mask, see
         ChoiceMask, or as block_indices, where None is for all positions. Latent attention calls `choose`.

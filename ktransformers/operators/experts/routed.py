@@ -44,7 +44,9 @@ from ktransformers.weights.source import ExpertsLayout, WeightSource
 
 __all__ = ["PATHS", "KTransformersExperts", "Ticket", "read_layout"]
 
-PATHS: Sequence[type[ExpertPath[Any]]] = (
+_AnyPath = ExpertPath[Any]
+
+PATHS: Sequence[type[_AnyPath]] = (
     ResidentPath,
     StreamedPath,
     HotPath,
@@ -54,7 +56,7 @@ PATHS: Sequence[type[ExpertPath[Any]]] = (
 )
 """All paths, in the order in which a layer's are asked whether they take a step."""
 
-PathT = TypeVar("PathT", bound=ExpertPath[Any])
+PathT = TypeVar("PathT", bound=_AnyPath)
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +71,8 @@ class Ticket:
     result is wanted; identity: how much of them is to be added, [T, 1], None for nothing.
     """
 
-    path: ExpertPath[Any]
-    issued: Any
+    path: _AnyPath
+    issued: object
     like: torch.Tensor
     identity: torch.Tensor | None = None
 
@@ -165,7 +167,7 @@ class KTransformersExperts(Operator):
         found = _LAYER.search(key)
         number = -1 if found is None else int(found.group(1))
         self._experts = LayerExperts(key, number, self.layout, function, self.products, config, self.placement)
-        self.paths: list[ExpertPath[Any]] = [path(self._experts) for path in PATHS if path.is_for(self._experts)]
+        self.paths: list[_AnyPath] = [path(self._experts) for path in PATHS if path.is_for(self._experts)]
         self.path_names = self._named()
 
     def _named(self) -> str:
@@ -257,7 +259,7 @@ class KTransformersExperts(Operator):
         # The kernels skip the number behind their last expert's.
         return topk_ids.clamp(max=self.num_experts), share
 
-    def path_of(self, step: ExpertStep) -> ExpertPath[Any]:
+    def path_of(self, step: ExpertStep) -> _AnyPath:
         """Return the path that runs a step: the first that takes it."""
         for path in self.paths:
             if path.takes(step):

@@ -17,7 +17,7 @@ from ktransformers.engine.parallel.pipeline.link import Incoming, Outgoing
 from ktransformers.errors import UnsupportedError
 from ktransformers.operators.comparison import same_bits
 from ktransformers.operators.layers.traced import layer_list
-from ktransformers.operators.recorder import Call, recorded_calls, tensors_in
+from ktransformers.operators.recorder import RecordedCall, recorded_calls, tensors_in
 
 __all__ = ["check_stage_io"]
 
@@ -65,7 +65,7 @@ def _beside_hidden_states(
     return beside
 
 
-def _check_ends(calls: list[Call], modules: list[tuple[Any, nn.Module]], kind: str) -> None:
+def _check_ends(calls: list[RecordedCall], modules: list[tuple[Any, nn.Module]], kind: str) -> None:
     """Check that hidden states come to the first layer, and go from the last one, as they are."""
     outputs = {call.key: list(tensors_in(call.output)) for call in calls}
     last, is_cut_behind = modules[-1][0], any(key == _OUT for key, _ in modules)
