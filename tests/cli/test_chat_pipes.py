@@ -71,6 +71,7 @@ def test_errors_of_one_prompt(chat: Chat) -> None:
     assert "leave --lines or --prompt out" in chat("", "chat", "--lines", "-p", "x", code=2)[1]
     err = chat("x" * 200, "chat", "--cache_lens", "96", code=1)[1]
     assert "maximum context length is 96 tokens (set by --cache_lens)" in err
+    assert "start with a larger --cache_lens" in err
     assert "/clear" not in err  # nobody can type it
 
 

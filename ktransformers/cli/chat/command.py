@@ -189,7 +189,8 @@ def _load(
     from ktransformers.engine.api.llm import LLM, open_loop
 
     with loading_bar(sys.stderr, name) as progress:
-        loop = open_loop(config, lambda report: build(config, report), progress, target, "local_chat")
+        remedy = "start with a larger --cache_lens"
+        loop = open_loop(config, lambda report: build(config, report), progress, target, "local_chat", remedy)
     return LLM.from_loop(loop)
 
 

@@ -108,14 +108,18 @@ class BatchLoop(Generic[EngineT]):
 
     In one that was forked from it they raise EngineError, as `home.require` does; `close` and `abort` do nothing there.
 
-    build, progress: see EngineLoop, which says how the engine is built.
+    build, progress: see EngineLoop, which says how the engine is built. remedy: what errors about prompts that are too
+    long say of making the cache larger.
     """
 
     def __init__(
         self,
         build: Build[EngineT],
         progress: Callable[..., None] | None = None,
+        *,
+        remedy: str = "make the cache larger with cache_lens",
     ):
+        self._remedy = remedy
         self._streams: dict[str, _OutputStream] = {}
         self._prefills: dict[int, _Prefill] = {}  # by run, of requests that want to know
         self._ids = itertools.count()
@@ -152,7 +156,7 @@ class BatchLoop(Generic[EngineT]):
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise ConfigError or ContextLengthError for what `submit` could never answer, EngineError when closed."""
         self._loop.require_open()
-        model, remedy = self.engine.model, "make the cache larger with cache_lens"
+        model, remedy = self.engine.model, self._remedy
         has_vocabulary, has_head = model.tokenizer.has_vocabulary, model.card.has_head
         limits = replace(self.config.limits, has_vocabulary=has_vocabulary, has_head=has_head, remedy=remedy)
         limits.check(prompt_ids, params)

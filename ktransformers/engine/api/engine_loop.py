@@ -309,7 +309,7 @@ class EngineLoop(Generic[EngineT]):
         self._planned(plan)
         executor = self.engine.executor
         try:
-            result = executor.execute(plan, self._go_on if executor.runs_apart else None)
+            result = executor.execute(plan, self._go_on) if executor.runs_apart else executor.execute(plan)
         except StageLostError as error:
             logger.warning("%s; answers go on once another one is there", error)
             self._drop_pending()

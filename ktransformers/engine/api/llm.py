@@ -343,15 +343,16 @@ def open_loop(
     progress: Callable[..., None] | None,
     profile: ProfileTarget | None,
     name: str,
+    remedy: str = "make the cache larger with cache_lens",
 ) -> BatchLoop[Engine]:
     """Open a loop over the engine that `build` makes of `config`, with its steps in a profile if one is wanted.
 
-    name: what the profile calls the program. Raises what `build` raises, and ConfigError for folders that cannot be
-    used.
+    name: what the profile calls the program. remedy: see BatchLoop. Raises what `build` raises, and ConfigError for
+    folders that cannot be used.
     """
     if config.kv_disk_path is not None:
         private_folder(config.kv_disk_path)
-    loop = BatchLoop(build, progress)
+    loop = BatchLoop(build, progress, remedy=remedy)
     try:
         if profile is not None:
             loop.write_profile(profile, model_meta(loop.engine, name))
