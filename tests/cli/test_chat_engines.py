@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import re
 import sys
@@ -31,11 +32,17 @@ def chat(*lines: str, flags: tuple[str, ...] = ()) -> tuple[list[str], str]:
     return out.splitlines(), err
 
 
-@pytest.fixture(scope="module")
-def wanted() -> list[str]:
+@functools.cache
+def alone() -> tuple[str, ...]:
+    """Within a test: what the command does to the log is undone behind each."""
     answers, _ = chat(*QUESTIONS)
     assert "42" in answers[0]
-    return answers
+    return tuple(answers)
+
+
+@pytest.fixture
+def wanted() -> list[str]:
+    return list(alone())
 
 
 def reused(err: str) -> list[int]:

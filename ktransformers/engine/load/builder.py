@@ -55,7 +55,7 @@ def plan_model(config: EngineConfig, opened: OpenedModel | None = None, hardware
     hardware = hardware or Hardware.detect(opened.config)
     if opened.config.tensor_parallel > 1:
         opened, hardware = parallel_strategy(opened.config, 0).shard(opened, hardware)
-    return Planner(opened, None, CachePlan()).settle(hardware)[0].plan
+    return Planner(opened, None, CachePlan.of(opened)).settle(hardware)[0].plan
 
 
 def build_engine(
@@ -81,7 +81,7 @@ def build_engine(
     opened = opened or open_model(config)
     if ranks is None:
         ranks = Driver(opened.config, made_of(opened)) if num_processes(opened.config) > 1 else Alone()
-    cache_plan = CachePlan(max_batch_size, page_size, opened.facts.has_states)
+    cache_plan = CachePlan.of(opened, max_batch_size, page_size)
     built = _build(opened, cache_plan, hardware, progress, stats, ranks)
     plan, cache, pool = built.plan, built.cache, built.forward.pool
     runner = ModelRunner(built.forward, built.decode, ranks.step_broadcast(), begins_ahead=ranks.begins_ahead)

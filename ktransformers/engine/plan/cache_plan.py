@@ -29,8 +29,12 @@ DEFAULT_CACHE_LEN = 8192
 long."""
 
 PAGE_SIZE, GPU_PAGE_SIZE, SHARED_PAGE_SIZE = 16, 256, 64
-"""Positions of a page for one sequence on the CPU, for one on GPUs, and for several: what a next turn computes again,
-which GPUs do in no time, against longer tables, for which GPUs have kernels of several widths to make ready."""
+"""Positions of a page for one sequence, on GPUs at most, and for several: what a next turn computes again, against
+longer tables."""
+
+GPU_PAGES = 64
+"""Pages of one sequence on GPUs, unless they would be larger than GPU_PAGE_SIZE: for longer tables there are kernels of
+several widths to make ready, and what a turn computes again takes a GPU no time."""
 
 PAGED_SHARE = 0.25
 """Of the free memory, what the pages may take when --cache_lens is not given."""
@@ -74,21 +78,32 @@ class CachePlan:
 
     max_batch_size: most sequences of a step. One has the whole cache, as long as it may be; several share it. size:
     positions of a page; 0: as many as suit the model. has_states: layers are recurrent, here or in other processes.
-    states: slots for states, where another process has decided how many.
+    states: slots for states, where another process has decided how many. longest: tokens of a sequence, by which pages
+    on GPUs are chosen.
     """
 
     max_batch_size: int = 1
     size: int = 0
     has_states: bool = False
     states: int | None = None
+    longest: int = DEFAULT_CACHE_LEN
+
+    @classmethod
+    def of(cls, opened: OpenedModel, max_batch_size: int = 1, page_size: int = 0) -> CachePlan:
+        """Plan the cache of a model that is open. page_size: see `size`."""
+        wanted = opened.config.cache_lens or DEFAULT_CACHE_LEN
+        longest = min(wanted, opened.facts.context_len or wanted)
+        return cls(max_batch_size, page_size, opened.facts.has_states, longest=longest)
 
     def page_size(self, shapes: Sequence[LayerShape]) -> int:
         """Number of positions of a page: a multiple of what an indexer of the model chooses together, unless it is
         given."""
         if self.size:
             return self.size
-        is_on_gpu = any(shape.place != "cpu" for shape in shapes)
-        least = SHARED_PAGE_SIZE if self.max_batch_size > 1 else GPU_PAGE_SIZE if is_on_gpu else PAGE_SIZE
+        least = PAGE_SIZE if self.max_batch_size == 1 else SHARED_PAGE_SIZE
+        if self.max_batch_size == 1 and any(shape.place != "cpu" for shape in shapes):
+            while least < GPU_PAGE_SIZE and least * GPU_PAGES < self.longest:
+                least *= 2
         return math.lcm(least, *(shape.index_pool for shape in shapes))
 
     def num_slots(self, opened: OpenedModel, plan: Plan, shapes: Sequence[LayerShape]) -> int:

@@ -79,7 +79,7 @@ def _dry_run(opened: OpenedModel, hardware: Hardware, name: str | None) -> DryRu
 
 
 def _plan(opened: OpenedModel, hardware: Hardware) -> tuple[Planned, Hardware]:
-    return Planner(opened, None, CachePlan()).settle(hardware)
+    return Planner(opened, None, CachePlan.of(opened)).settle(hardware)
 
 
 def _name_of(opened: OpenedModel) -> str:

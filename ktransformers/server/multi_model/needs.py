@@ -91,13 +91,12 @@ def plan_needs(model: ToPlan) -> ModelNeeds:
     from ktransformers.engine.plan.dry_run import on_one_thread
     from ktransformers.engine.plan.planning import Hardware, Planner
 
-    shape = CachePlan(model.max_batch_size, model.page_size)
     try:
         opened = open_model(model.config)
         hardware = Hardware.detect(model.config)
         machine = hardware.machine
         with on_one_thread():
-            planner = Planner(opened, None, shape)
+            planner = Planner(opened, None, CachePlan.of(opened, model.max_batch_size, model.page_size))
             planned, _ = planner.settle(replace(hardware, machine=_limited(machine, model)))
     except KTransformersError as error:
         return ModelNeeds(error=str(error))

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import Engine, build_engine, plan_model
+from ktransformers.engine.load.builder import plan_model
 from ktransformers.engine.step import expert_streaming, hot
 from ktransformers.engine.verify.layer_kinds import layer_kinds
 from ktransformers.kernels.triton.common.compiling import warmup
@@ -34,6 +34,7 @@ from ktransformers.operators.experts.streamed import ExpertPrefill
 from ktransformers.weights.source import WeightSource
 from tests.support.engines.fake_gpus import fake_hardware
 from tests.support.engines.gpu_engines import EXPERTS_ON_CPU, EXPERTS_ON_GPU, Gpu, rules_of
+from tests.support.engines.one_sequence import StaticEngine, static_engine
 from tests.support.models.tiny_models import tiny_model, write_safetensors
 
 pytest.importorskip("triton")
@@ -59,19 +60,19 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-Make = Callable[..., Engine]
+Make = Callable[..., StaticEngine]
 
 
 @pytest.fixture
 def make(model_path: Path, tmp_path: Path) -> Iterator[Make]:
     """An engine with its experts in a place: "cpu" for a machine without a GPU, "gpu" on one, "beside" one."""
-    made: list[Engine] = []
+    made: list[StaticEngine] = []
 
-    def engine_of(place: str, hot_experts: str = "off", is_streamed: bool = True) -> Engine:
+    def engine_of(place: str, hot_experts: str = "off", is_streamed: bool = True) -> StaticEngine:
         config = config_of(model_path, tmp_path, place, hot_experts)
         gpu = Gpu()
         hardware = gpu.hardware() if is_streamed else fake_hardware(num_gpus=int(place != "cpu"))
-        made.append(build_engine(config, hardware=hardware))
+        made.append(static_engine(config, hardware=hardware))
         return made[-1]
 
     yield engine_of
@@ -85,7 +86,7 @@ def config_of(model_path: Path, folder: Path, place: str, hot_experts: str = "of
     return EngineConfig(model_path=model_path, optimize_config_path=rules, hot_experts=hot_experts, **options)  # type: ignore[arg-type]
 
 
-def experts_of(engine: Engine) -> list[KTransformersExperts]:
+def experts_of(engine: StaticEngine) -> list[KTransformersExperts]:
     return [one for one in engine.plan.operators.values() if isinstance(one, KTransformersExperts)]
 
 

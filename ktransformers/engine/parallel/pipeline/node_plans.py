@@ -102,7 +102,7 @@ def plan_nodes(reopen: Callable[[EngineConfig], OpenedModel], config: EngineConf
 
 
 def _planned(opened: OpenedModel, node: Node) -> Planned:
-    return Planner(opened, None, CachePlan()).settle(_hardware(node))[0]
+    return Planner(opened, None, CachePlan.of(opened)).settle(_hardware(node))[0]
 
 
 def _hardware(node: Node) -> Hardware:
