@@ -174,15 +174,16 @@ class BatchLoop(Generic[EngineT]):
         that is in use.
         """
         self._loop.require_open()
+        processors = [self._output_processor(request) for request in requests]
         with self._lock:
             for request in requests:
                 if request.name is not None and self._names.setdefault(request.name, request) is not request:
                     raise ConfigError(f"request_id {request.name!r} is in use: name each request differently")
-        for request in requests:
+        for request, processor in zip(requests, processors, strict=True):
             request.request_id = request.request_id or f"r{next(self._ids)}"
             self._streams[request.request_id] = _OutputStream(
                 request.on_event,
-                self._output_processor(request),
+                processor,
                 request.has_progress,
                 time.perf_counter() if request.is_suspended else None,
             )

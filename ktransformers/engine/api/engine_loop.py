@@ -117,7 +117,7 @@ class EngineLoop(Generic[EngineT]):
     Callbacks, all on the loop's thread, where steps (of tiers that list their files) may run before the constructor has
     returned; none may block. deliver: given the driver whenever there may be news. planned:
     given each step before it runs. ended: called once, when nothing more will come. progress: called while the engine
-    is built. has_traces: whether news have traces.
+    is built.
     """
 
     engine: EngineT
@@ -137,11 +137,9 @@ class EngineLoop(Generic[EngineT]):
         planned: Callable[[StepPlan], None] = lambda plan: None,
         ended: Callable[[], None] = lambda: None,
         progress: Callable[..., None] | None = None,
-        has_traces: bool = False,
     ):
         self.home = OwnerProcess()
         self._deliver, self._planned, self._ended = deliver, planned, ended
-        self._has_traces = has_traces
         self._inbox: queue.SimpleQueue[tuple[_Command, ...] | _Call | None] = queue.SimpleQueue()  # None: stop
         self._lock = threading.Lock()  # between a post and a close: nobody is left waiting for a thread that is gone
         self.is_closed = False
@@ -179,7 +177,7 @@ class EngineLoop(Generic[EngineT]):
         except KTransformersError:
             engine.close()
             raise
-        self.driver = SchedulerDriver(self.config, has_traces=self._has_traces)
+        self.driver = SchedulerDriver(self.config)
 
     # For any thread.
 

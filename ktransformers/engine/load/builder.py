@@ -83,23 +83,9 @@ def build_engine(
         ranks = Driver(opened.config, made_of(opened)) if num_processes(opened.config) > 1 else Alone()
     cache_plan = CachePlan.of(opened, max_batch_size, page_size)
     built = _build(opened, cache_plan, hardware, progress, stats, ranks)
-    plan, cache, pool = built.plan, built.cache, built.forward.pool
+    cache = built.cache
     runner = ModelRunner(built.forward, built.decode, ranks.step_broadcast(), begins_ahead=ranks.begins_ahead)
-    model = built.model
-    grammars = model.tokenizer.grammars(model.vocab_size, model.eos_token_ids)
-    stats.totals()
-    stats.take_counts()  # what ran while loading is of no request
-    executor = PagedExecutor(
-        runner,
-        cache,
-        pool,
-        model.vocab_size,
-        stats.totals,
-        lambda start: mask_of(grammars, start.params),
-        take_counts=stats.take_counts,
-        eos_token_ids=model.eos_token_ids,
-    )
-    executor.new_runtime, executor.take_hot = lambda: StepRuntime(runner), built.hot.take
+    executor = _executor(built, runner, stats)
     executor.mend_model = lambda: _mend(ranks, runner)
     executor.find_damage = DamageScan(opened.config).said
     longest = opened.facts.longest_sequence(cache.num_slots)
@@ -107,9 +93,9 @@ def build_engine(
     tiers, executor.tiers = open_tiers(opened.config, cache, built.identified) or (None, None)
     return Engine(
         config=built.config,
-        plan=plan,
-        model=model,
-        pool=pool,
+        plan=built.plan,
+        model=built.model,
+        pool=built.forward.pool,
         identified=built.identified,
         facts=opened.facts,
         executor=executor,
@@ -120,6 +106,28 @@ def build_engine(
         hot=built.hot,
         ranks=ranks,
     )
+
+
+def _executor(built: CapturedModel, runner: ModelRunner, stats: ExpertStats) -> PagedExecutor:
+    """What runs the scheduler's steps of a model that is ready for them."""
+    model = built.model
+    grammars = model.tokenizer.grammars(model.vocab_size, model.eos_token_ids)
+    stats.totals()
+    stats.take_counts()  # what ran while loading is of no request
+    executor = PagedExecutor(
+        runner,
+        built.cache,
+        built.forward.pool,
+        model.vocab_size,
+        stats.totals,
+        lambda start: mask_of(grammars, start.params),
+        take_counts=stats.take_counts,
+        eos_token_ids=model.eos_token_ids,
+    )
+    executor.new_runtime = lambda: StepRuntime(runner)
+    if built.hot.gpus:
+        executor.take_hot = built.hot.take
+    return executor
 
 
 def _mend(ranks: Ranks, runner: ModelRunner) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.config import EngineConfig
@@ -17,7 +17,26 @@ from ktransformers.models.facts import ModelFacts
 from ktransformers.optimize.plan import Plan
 from ktransformers.scheduler.config import SchedulerConfig, TierConfig
 
-__all__ = ["Engine", "LoadedModel", "LoadedPart"]
+__all__ = ["Engine", "LoadedModel", "LoadedPart", "scheduler_limits"]
+
+
+def scheduler_limits(
+    config: EngineConfig, model: ModelDescription, cache: PagedCache, max_batch_size: int
+) -> SchedulerConfig:
+    """Return the limits of a scheduler for this model and cache, one step at a time, without states or tiers.
+
+    config: resolved. Raises ConfigError.
+    """
+    return SchedulerConfig(
+        num_pages=cache.num_pages,
+        page_size=cache.page_size,
+        chunk_size=config.chunk_size,
+        max_batch_size=max_batch_size,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        max_model_len=model.context_len,
+        has_prefix_cache=config.prefix_cache,
+    )
 
 
 @dataclass(slots=True)
@@ -65,15 +84,8 @@ class Engine(LoadedModel):
     @property
     def scheduler_config(self) -> SchedulerConfig:
         """The limits of a scheduler for this engine, one step at a time. Raises ConfigError."""
-        return SchedulerConfig(
-            num_pages=self.cache.num_pages,
-            page_size=self.cache.page_size,
-            chunk_size=self.config.chunk_size,
-            max_batch_size=self.max_batch_size,
-            vocab_size=self.model.vocab_size,
-            eos_token_ids=self.model.eos_token_ids,
-            max_model_len=self.model.context_len,
-            has_prefix_cache=self.config.prefix_cache,
+        return replace(
+            scheduler_limits(self.config, self.model, self.cache, self.max_batch_size),
             num_states=self.cache.num_states,
             snapshot_interval=self.snapshot_interval,
             tiers=self.tiers,

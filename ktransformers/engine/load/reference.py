@@ -19,6 +19,7 @@ from ktransformers.cache.paged import PagedCache
 from ktransformers.config import CPU_ACTIVATIONS, CPU_PREFILLS, DEFAULT_CHUNK_SIZE, EngineConfig
 from ktransformers.core import Progress
 from ktransformers.engine.damage.scan import DamageScan
+from ktransformers.engine.load.loaded import scheduler_limits
 from ktransformers.engine.model.fingerprint import ModelIdentity
 from ktransformers.engine.model.opened import ModelDescription, OpenedModel, describe_model, open_model
 from ktransformers.engine.model.skeleton import restore_buffers
@@ -181,16 +182,7 @@ class ReferenceEngine:
     @property
     def scheduler_config(self) -> SchedulerConfig:
         """The limits of a scheduler for this engine. Raises ConfigError."""
-        return SchedulerConfig(
-            num_pages=self.cache.num_pages,
-            page_size=self.cache.page_size,
-            chunk_size=self.config.chunk_size,
-            max_batch_size=1,
-            vocab_size=self.model.vocab_size,
-            eos_token_ids=self.model.eos_token_ids,
-            max_model_len=self.model.context_len,
-            has_prefix_cache=self.config.prefix_cache,
-        )
+        return scheduler_limits(self.config, self.model, self.cache, 1)
 
     @property
     def identity(self) -> ModelIdentity:

@@ -67,11 +67,14 @@ class PageStore:
     def nbytes(self, token_ids: Sequence[int]) -> int:
         """Count the bytes of what is kept of these tokens, in the cache and in tiers, states of recurrent layers
         included."""
-        _, known = self.count(token_ids)
+        pages, slots = self._pages.find("", token_ids)
+        offloaded, states_below = self._pages.find_offloaded("", token_ids, len(pages))
+        known = (len(pages) + len(offloaded)) * self._cache.page_size
         per_token = sum(tensor.nbytes // len(tensor) for tensor in self._cache.tensors().values())
         states = self._cache.states
         per_state = 0 if states is None else states.nbytes // self._cache.num_states
-        return known * per_token + (len(self.take_states(token_ids)) * per_state if per_state else 0)
+        num_states = min(len(slots.keys() | states_below.keys()), MOST_STATES)
+        return known * per_token + num_states * per_state
 
     def fill(
         self, token_ids: Sequence[int], num_filled: int, room: Mapping[str, torch.Tensor]

@@ -9,9 +9,8 @@ from dataclasses import replace
 
 from ktransformers.config import EngineConfig
 from ktransformers.server.balance.messages import EngineFacts
-from ktransformers.system.restarts import Clock, SystemClock
 
-__all__ = ["Clock", "SystemClock", "pinned", "shortfall"]
+__all__ = ["pinned", "shortfall"]
 
 
 def pinned(config: EngineConfig, facts: EngineFacts) -> EngineConfig:

@@ -16,8 +16,8 @@ from ktransformers.core import FinishReason, SamplingParams, TokenEvent
 from ktransformers.server.backend.base import GenerationRequest
 from ktransformers.server.backend.interfaces.balance_serve import BalanceServeInterface
 from ktransformers.server.backend.profiler import ProfileConfig
-from ktransformers.server.balance.restarts import Clock
 from ktransformers.server.balance.supervisor import BalanceConfig
+from ktransformers.system.restarts import Clock
 from tests.support.models.demo import DEMO_GGUF
 from tests.support.servers.balance_fakes import MODEL_LEN, POISON
 from tests.support.servers.fake_engine import VOCAB_SIZE, answer_alone, make_config, make_request

@@ -47,8 +47,8 @@ from ktransformers.server.backend.profiler import ProfileConfig, Profiler
 from ktransformers.server.backend.replayed_events import replayed_events
 from ktransformers.server.backend.timeline import Chunk
 from ktransformers.server.balance.messages import Command, EngineFacts
-from ktransformers.server.balance.restarts import Clock
 from ktransformers.server.balance.supervisor import BalanceConfig, Supervisor
+from ktransformers.system.restarts import Clock
 
 __all__ = ["BalanceServeInterface"]
 
