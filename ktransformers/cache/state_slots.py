@@ -2,7 +2,7 @@
 
     a slot is    held by                            comes from        goes to
     free         nobody                             release, drop     allocate(), begin_save()
-    running      one run, for as long as it lasts   allocate()        release()
+    running      one run, for as long as it lasts   allocate(), lend()  release()
     pending      a snapshot that a step writes      begin_save()      publish(): kept; release(): never was
     kept         the page whose end it belongs to   publish()         drop(); given to others, least recently used first
 
@@ -33,6 +33,7 @@ class StateSlots:
         self.num_slots, self.max_snapshots = num_slots, num_slots - num_running
         self._free = list(range(num_slots - 1, -1, -1))
         self._running: set[int] = set()
+        self._lent: set[int] = set()  # of those, as many as runs have beside their own
         self._pending: set[int] = set()
         self._kept: OrderedDict[int, int] = OrderedDict()  # slot by page, least recently used first
         self._used: set[int] = set()  # pages whose snapshot a run began from
@@ -61,6 +62,16 @@ class StateSlots:
             return None
         slot = self._free.pop()
         self._running.add(slot)
+        return slot
+
+    def lend(self) -> int | None:
+        """Take a slot for a run that has one already; None when it is not to be had beside those of all other runs."""
+        num_to_come = self.num_slots - self.max_snapshots - (len(self._running) - len(self._lent))
+        if len(self._free) <= num_to_come and not (self._evict() and len(self._free) > num_to_come):
+            return None
+        slot = self._free.pop()
+        self._running.add(slot)
+        self._lent.add(slot)
         return slot
 
     def begin_save(self) -> int | None:
@@ -122,6 +133,7 @@ class StateSlots:
         """Free the slot of a run that is over, or of a snapshot that is not wanted any more."""
         if slot in self._running:
             self._running.remove(slot)
+            self._lent.discard(slot)
         elif slot in self._pending:
             self._pending.remove(slot)
         else:

@@ -74,6 +74,7 @@ class SchedulerConfig:
     layers. snapshot_interval: tokens between snapshots inside of a prompt, 0 for none; snapshot_align: all are taken
     behind multiples of it.
     tiers: where pages go besides; None: they are forgotten when the cache needs room.
+    max_drafts: most draft tokens of a row, see scheduler/drafting; 0: none.
     num_stages: processes that steps pass one after another. With several, as many steps are under way, each with a
     share of the sequences.
     """
@@ -93,13 +94,14 @@ class SchedulerConfig:
     max_itl_ratio: float = 0.0
     max_gap_ms: float = 0.0
     num_stages: int = 1
+    max_drafts: int = 0
 
     def __post_init__(self) -> None:
         positive = ("num_pages", "page_size", "chunk_size", "max_batch_size", "vocab_size", "snapshot_align")
         for name in (*positive, "num_stages"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("num_states", "snapshot_interval"):
+        for name in ("num_states", "snapshot_interval", "max_drafts"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
         check_itl_ratio(self.max_itl_ratio)

@@ -14,6 +14,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from ktransformers.core import AnswerEnd, SamplingParams
+from ktransformers.scheduler.drafting.prompt_lookup import PromptLookup
 from ktransformers.scheduler.records import Request
 
 __all__ = ["RunningState", "Sequence"]
@@ -27,10 +28,11 @@ class RunningState:
     block_table[i] is the page of positions i * page_size ..; its first num_published pages are in the prefix tree.
     num_told: leading pages of the table that the engine knows from the rows planned so far.
     sampled_index: where the latest planned step lists this run's sampled token, among its sampled rows.
+    num_drafted: draft tokens that a step in flight runs behind the known one: it is the only one with this run then.
 
-    Of recurrent layers: state_slot, its own; read_slot, what its next row continues (-1: zeros); border, see
-    scheduler.snapshots; saves, slots by length that steps in flight write; rolled: the page with its answer's snapshot;
-    held: the page with the snapshot that its first row will read.
+    Of recurrent layers: state_slot, its own; read_slot, what its next row continues (-1: zeros); draft_slots, others of
+    its own, for states in front of draft tokens; border, see scheduler.snapshots; saves, slots by length that steps in
+    flight write; rolled: the page with its answer's snapshot; held: the page with the snapshot that its first row will read.
     """
 
     run_id: int
@@ -39,11 +41,13 @@ class RunningState:
     planned_len: int
     num_published: int
     num_told: int = 0
-    num_pending: int = 0  # tokens that steps in flight will sample
+    num_pending: int = 0  # tokens that steps in flight will sample, at most
+    num_drafted: int = 0
     sampled_index: int = -1
     is_started: bool = False  # its NewSequence has been sent
     state_slot: int = -1
     read_slot: int = -1
+    draft_slots: list[int] = field(default_factory=list)
     border: int = 0
     saves: dict[int, int] = field(default_factory=dict)
     rolled: int | None = None
@@ -66,7 +70,11 @@ def _common_len(one: Seq[int], other: Seq[int]) -> int:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A request that is waiting or suspended (run is None) or running. params.seed is set."""
+    """A request that is waiting or suspended (run is None) or running. params.seed is set.
+
+    lookup: what drafts its next tokens, once that was asked for any. num_drafted, num_accepted: draft tokens that were
+    run, and those of them that are the answer's.
+    """
 
     request: Request
     arrival: int
@@ -75,6 +83,9 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)  # prompt, then the answer so far
     cached_len: int | None = None  # None until first admitted
     run: RunningState | None = None
+    lookup: PromptLookup | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
     common: dict[int, int] = field(default_factory=dict)  # by another's arrival: leading tokens that both prompts have
 
     @property

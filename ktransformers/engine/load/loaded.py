@@ -89,7 +89,16 @@ class Engine(LoadedModel):
             num_states=self.cache.num_states,
             snapshot_interval=self.snapshot_interval,
             tiers=self.tiers,
+            max_drafts=self.max_drafts,
         )
+
+    @property
+    def max_drafts(self) -> int:
+        """Most draft tokens of a row; 0: none."""
+        config, uses_gpus = self.config, self.executor.runner.runs_apart
+        if config.speculative == "off" or (config.speculative == "auto" and uses_gpus):
+            return 0
+        return config.speculative_tokens
 
     def close(self) -> None:
         """Finish what goes to files, and stop the worker threads. The engine cannot be used afterwards."""

@@ -109,7 +109,7 @@ class KeptRows:
 
     def __init__(self) -> None:
         self.rows: list[int] = []  # indices into the flattened step
-        self.sampled: list[int] = []  # indices into rows
+        self.sampled: list[int] = []  # indices into rows, of each row that samples and of its draft tokens
         self.scored: list[tuple[ScheduledSequence, int, int]] = []  # row, first index into rows, how many
 
     def add(self, row: ScheduledSequence, first: int, scored: int) -> None:
@@ -119,8 +119,9 @@ class KeptRows:
             self.scored.append((row, len(self.rows), scored))
             self.rows.extend(range(first, first + scored))
         if row.is_sampled:
-            self.sampled.append(len(self.rows))
-            self.rows.append(first + row.num_tokens - 1)
+            count = 1 + row.num_drafts
+            self.sampled.extend(range(len(self.rows), len(self.rows) + count))
+            self.rows.extend(range(first + row.num_tokens - count, first + row.num_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,12 +249,13 @@ class PagedExecutor:
         logits = self._forward(plan.rows, inputs)
         sampling_ns = time.monotonic_ns()
         results = self._embedded(plan.rows, self._sample(plan.rows, _rows(logits, kept.sampled)))
-        self._previous = [0 if result.token_id is None else result.token_id for result in results]
+        self._previous = [_last_token(result) for result in results]
         sampling_ns = time.monotonic_ns() - sampling_ns
         scored = [self._score(row, _whole(logits)[at : at + count]) for row, at, count in kept.scored]
         ended_ns = time.monotonic_ns()
         if recorder is not None:
-            recorder.end_step(self._record(plan, kept, (began_ns, ended_ns, sampling_ns), recorder.epoch))
+            drawn = [sum(1 for _ in result.tokens) for result in results]
+            recorder.end_step(self._record(plan, kept, drawn, (began_ns, ended_ns, sampling_ns), recorder.epoch))
         before, self._counted = self._counted, self._expert_counts()
         return StepResult(
             step_id=plan.step_id,
@@ -269,10 +271,17 @@ class PagedExecutor:
     def _tier_result(self, row_seconds: float = 0.0) -> TierResult | None:
         return None if self.tiers is None else self.tiers.result(row_seconds)
 
-    def _record(self, plan: StepPlan, kept: KeptRows, times: tuple[int, int, int], epoch: int) -> StepRecord:
-        """times: when the step began and ended, and how long sampling took, ns."""
+    def _record(
+        self, plan: StepPlan, kept: KeptRows, drawn: Sequence[int], times: tuple[int, int, int], epoch: int
+    ) -> StepRecord:
+        """drawn: tokens of each sampled row. times: when the step began and ended, and how long sampling took, ns."""
         starts = [self._runs[row.run_id].start for row in plan.rows]
-        sampled = [start.request_id for start, row in zip(starts, plan.rows, strict=True) if row.is_sampled]
+        sampled, at = list[tuple[str, int]](), 0
+        counts = iter(drawn)
+        for start, row in zip(starts, plan.rows, strict=True):
+            if row.is_sampled:
+                sampled += [(start.request_id, kept.rows[i]) for i in kept.sampled[at : at + next(counts)]]
+                at += 1 + row.num_drafts
         return StepRecord(
             epoch=epoch,
             step_id=plan.step_id,
@@ -283,7 +292,7 @@ class PagedExecutor:
                 row.num_tokens for start, row in zip(starts, plan.rows, strict=True) if row.start < len(start.token_ids)
             ),
             num_seqs=len(plan.rows),
-            sampled=list(zip(sampled, (kept.rows[at] for at in kept.sampled), strict=True)),
+            sampled=sampled,
             sampling_ns=times[2] if sampled else None,
         )
 
@@ -316,8 +325,13 @@ class PagedExecutor:
         """What choosing tokens takes of the kept rows (engine.sampling.logits_request); None where some are scored."""
         if kept.scored:
             return None
-        samplers = [self._runs[row.run_id].sampler for row in rows if row.is_sampled]
-        return [BEST_TOKEN if sampler is None else sampler.logits_request for sampler in samplers]
+        needs: list[int] = []
+        for row in rows:
+            if row.is_sampled:
+                sampler = self._runs[row.run_id].sampler
+                needs.append(BEST_TOKEN if sampler is None else sampler.logits_request)
+                needs += [BEST_TOKEN if sampler is None else sampler.later_request] * row.num_drafts
+        return needs
 
     def _forward(self, rows: Sequence[ScheduledSequence], inputs: StepTensors) -> StepLogits:
         ids, positions, context, keep = inputs.token_ids, inputs.positions, inputs.context, inputs.keep
@@ -369,12 +383,32 @@ class PagedExecutor:
         return np.array(found, dtype=np.int64), sources
 
     def _sample(self, rows: Sequence[ScheduledSequence], logits: StepLogits) -> list[RowResult]:
-        """One result per sampled row, in order. logits: of the sampled rows."""
+        """One result per sampled row, in order. logits: of the sampled rows, each with its draft tokens behind it.
+
+        Draft tokens count one after the other: what is drawn behind one depends on those before it, by penalties and
+        grammars.
+        """
         sampled = [row for row in rows if row.is_sampled]
+        found: list[list[RowResult]] = [[] for _ in sampled]
+        firsts = np.cumsum([0, *(1 + row.num_drafts for row in sampled)]).tolist()
+        left = list(range(len(sampled)))  # those whose next token is to be drawn
+        for depth in range(1 + max((row.num_drafts for row in sampled), default=0)):
+            places = [firsts[i] + depth for i in left]
+            results = self._draw([sampled[i] for i in left], depth, _rows(logits, places))
+            for i, result in zip(left, results, strict=True):
+                if not depth or result.error is None:  # else the next step has the error, as without drafts
+                    found[i].append(result)
+            left = [i for i, result in zip(left, results, strict=True) if _is_drafted(sampled[i], depth, result)]
+            if not left:
+                break
+        return [first if not more else msgspec.structs.replace(first, more=more) for first, *more in found]
+
+    def _draw(self, sampled: Sequence[ScheduledSequence], depth: int, logits: StepLogits) -> list[RowResult]:
+        """The tokens behind the depth'th draft token of each row, which is right. logits: one row for each."""
         runs = [self._runs[row.run_id] for row in sampled]
         good = [i for i, run in enumerate(runs) if run.sampler is not None]
         samplers = [run.sampler for run in runs if run.sampler is not None]
-        positions = [sampled[i].start + sampled[i].num_tokens for i in good]
+        positions = [sampled[i].start + sampled[i].num_tokens - sampled[i].num_drafts + depth for i in good]
         results = [RowResult(None, error=run.error) for run in runs]
         for i, sampler, token in zip(
             good, samplers, sample_each(_rows(logits, good), samplers, positions, self._pool), strict=True
@@ -395,6 +429,16 @@ class PagedExecutor:
         followers = start.token_ids[row.start + 1 : row.start + 1 + len(logits)]
         entries = token_logprobs(logits, followers, count, self._pool)
         return PromptLogprobs(run_id=row.run_id, start=row.start + 1, entries=entries)
+
+
+def _is_drafted(row: ScheduledSequence, depth: int, result: RowResult) -> bool:
+    """Whether the token behind the row's depth'th draft token is the next one."""
+    return depth < row.num_drafts and result.token_id == row.token_ids[depth - row.num_drafts]
+
+
+def _last_token(result: RowResult) -> int:
+    *_, last = result.tokens
+    return 0 if last.token_id is None else last.token_id
 
 
 def _rows(logits: StepLogits, wanted: list[int]) -> StepLogits:

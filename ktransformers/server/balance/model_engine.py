@@ -41,6 +41,7 @@ def load_engine(options: EngineOptions, progress: Progress) -> LoadedEngine:
         snapshot_interval=engine.snapshot_interval,
         tiers=engine.tiers,
         num_stages=engine.config.pipeline,
+        max_drafts=engine.max_drafts,
         profiled=model_meta(engine, "balance_serve"),
         digest=engine.identified.sampled.digest,
         weights=engine.identified.weights.states,
