@@ -15,8 +15,7 @@ __all__ = ["Batch", "PlannedRow", "PlannedStep"]
 
 @dataclass(eq=False, slots=True)
 class PlannedRow:
-    """The positions start .. end - 1 of one run in one step, those of draft tokens last. Stale when seq.run is no longer
-    this run."""
+    """The positions start .. end - 1 of one run in one step, draft tokens last. Stale: seq.run is another run by now."""
 
     seq: Sequence
     run: RunningState

@@ -85,8 +85,8 @@ class ScheduledSequence(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: the tokens to run; empty when token_source is set, which stands for one token.
     is_sampled: the logits of the last token choose the sequence's next token.
     num_drafts: the row's last tokens, so many, are draft tokens. A token is then sampled behind each of the last 1 +
-    num_drafts tokens, one after the other, for as long as the one before it is the next draft token. The states in front
-    of these are in `saves`.
+    num_drafts tokens, one after the other, for as long as the one before it is the next draft token. The states in
+    front of these are in `saves`.
     read_slot, write_slot, saves: of recurrent layers, -1 and empty without: the slot of the state before the first
     token (-1: none, it begins with zeros), the one for the state behind the last, and (token of the row, slot) for
     states behind others.

@@ -29,7 +29,7 @@ results count only for runs that still exist:
     preempted, suspended            dropped; the token is sampled again, the same, in the next run
     engine lost                     dropped by step id
 
-A step that carries draft tokens (scheduler/drafting) is waited for, and so is one behind which they would pay. They take
+A step that runs draft tokens (scheduler/drafting) is waited for, and so is one behind which they would pay. They take
 nobody's pages.
 
 A pipeline of several stages has as many steps under way. Then nobody is in two of them with a token that is not known,
@@ -51,7 +51,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
 
 from ktransformers.core import PROMPT_LOGPROB_ROWS, AnswerEnd, FinishReason

@@ -32,7 +32,7 @@ class RunningState:
 
     Of recurrent layers: state_slot, its own; read_slot, what its next row continues (-1: zeros); draft_slots, others of
     its own, for states in front of draft tokens; border, see scheduler.snapshots; saves, slots by length that steps in
-    flight write; rolled: the page with its answer's snapshot; held: the page with the snapshot that its first row will read.
+    flight write; rolled: the page with its answer's snapshot; held: that with the snapshot which its first row reads.
     """
 
     run_id: int

@@ -36,6 +36,22 @@ def test_the_snapshot_that_was_used_longest_ago_gives_way() -> None:
     assert [page in slots for page in (5, 6, 7, 8)] == [True, False, True, True]
 
 
+def test_slots_are_lent_as_long_as_all_runs_can_still_have_theirs() -> None:
+    slots = StateSlots(6, 3)
+    first = slots.allocate()
+    kept(slots, 10, 11)
+    lent = [slots.lend() for _ in range(4)]  # one was free beside those of two runs to come, two are snapshots'
+    assert None not in lent[:3]
+    assert lent[3] is None
+    assert 10 not in slots
+    assert 11 not in slots
+    slots.check_integrity()
+    others = [slots.allocate(), slots.allocate()]
+    assert {first, *lent[:3], *others} == set(range(6))
+    slots.release(lent[0])
+    assert slots.lend() == lent[0]
+
+
 def test_no_more_snapshots_on_their_way_than_the_budget_has() -> None:
     slots = StateSlots(3, 1)
     first, second = slots.begin_save(), slots.begin_save()

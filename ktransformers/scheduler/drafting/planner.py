@@ -4,8 +4,8 @@
     chosen           the draft tokens, the likeliest first, with which tokens / seconds(rows + drafts) is greatest
 
 With experts in RAM a second row reads most of its experts anew, so that a step of two rows may take 1.75 times as long:
-then only drafts that are nearly sure pay. Where steps read the same weights whatever they carry, most do. Both are found
-out, by timing each number of rows (row_costs.py) and by comparing drafts with what came (acceptance.py).
+then only drafts that are nearly sure pay. Where steps read the same weights whatever they carry, most do. Both are
+found out, by timing each number of rows (row_costs.py) and by comparing drafts with what came (acceptance.py).
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class DraftPlanner:
         drafts = [_Draft(i, depth, chance) for i, one in enumerate(chances) for depth, chance in enumerate(one)]
         drafts.sort(key=lambda draft: (-draft.chance, draft.depth))
         tokens, best, chosen = float(rows), MARGIN * rows / costs.seconds(rows), 0
-        for num, draft in enumerate(drafts[: self._chunk_size - rows], 1):
+        for num, draft in enumerate(drafts[: min(self._chunk_size, costs.most_rows) - rows], 1):
             tokens += draft.chance
             rate = tokens / costs.seconds(rows + num)
             if rate > best:

@@ -1,7 +1,8 @@
 """Learns what steps of decodes take by their rows, drafted ones among them. Reads no clock.
 
-Sizes that were never timed, or not of late, are taken to go on as the nearest smaller ones do, and to cost less a row:
-they are tried where that would pay, once, and known from then on.
+Between sizes that were timed of late, steps take what lies on the line through both. Beyond the largest a row is taken
+to cost a little less than the last one did: sizes up to twice as large are tried where that would pay, once, and known
+from then on.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ _KEPT = 7
 _LIFETIME = 1024
 """Steps after which the times of a size are forgotten: contexts grow, loads change."""
 
-_FIRST_SLOPE, _LATER_SLOPE = 0.1, 0.8
-"""What a row more is assumed to add: of a step of few rows where nothing larger is known; of what the last one did."""
+_FIRST_SLOPE, _LATER_SLOPE = 0.1, 0.9
+"""What a row more is assumed to add: of what a row takes, where nothing larger is known; of what the last one did."""
 
 
 class RowCosts:
@@ -45,24 +46,24 @@ class RowCosts:
         """Whether steps of so many rows were timed of late."""
         return rows in self._times
 
+    @property
+    def most_rows(self) -> int:
+        """The largest size that `seconds` says anything of: twice what was timed of late."""
+        return min(2 * max(self._times, default=0), self._most)
+
     def seconds(self, rows: int) -> float:
-        """Return the seconds of a step of so many rows, as far as they can be told. 0 where nothing is known."""
+        """Return the seconds of a step of 1 .. most_rows rows, as far as they can be told."""
         line = self._line = self._line or self._drawn()
-        return line[min(rows, len(line) - 1)]
+        return line[rows]
 
     def _drawn(self) -> list[float]:
-        """By rows, from 0 on; never less than for fewer rows."""
-        if not self._times:
-            return [0.0]
+        """By rows, from 0 to most_rows; never less than for fewer rows."""
         known = {rows: median(times) for rows, times in sorted(self._times.items())}
         first = next(iter(known))
         line, slope = [known[first]] * (first + 1), _FIRST_SLOPE * known[first] / first
-        for rows in range(first + 1, self._most + 1):
-            if rows in known:
-                step = max(known[rows] - line[-1], 0.0)
-                slope = step
-            else:
-                slope *= _LATER_SLOPE
-                step = slope
-            line.append(line[-1] + step)
-        return line
+        for rows in sorted(known)[1:]:
+            before = len(line) - 1
+            slope = max(known[rows] - line[-1], 0.0) / (rows - before)
+            line += [line[-1] + slope * i for i in range(1, rows - before + 1)]
+        last = len(line) - 1
+        return line + [line[last] + _LATER_SLOPE * slope * i for i in range(1, self.most_rows - last + 1)]
