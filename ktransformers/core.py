@@ -410,6 +410,8 @@ class GenerationStats:
     completion_len: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    num_drafted: int = 0  # draft tokens that were run (scheduler/drafting)
+    num_accepted: int = 0  # those of them that are the answer's
 
     @property
     def prefill_rate(self) -> float:
