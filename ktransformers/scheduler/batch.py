@@ -15,7 +15,7 @@ __all__ = ["Batch", "PlannedRow", "PlannedStep"]
 
 @dataclass(eq=False, slots=True)
 class PlannedRow:
-    """The positions start .. end - 1 of one run in one step, draft tokens last. Stale: seq.run is another run by now."""
+    """The positions start .. end - 1 of one run in one step, draft tokens last. Stale: seq.run is not this run by now."""
 
     seq: Sequence
     run: RunningState
@@ -42,6 +42,11 @@ class PlannedStep:
 
     step_id: int
     rows: tuple[PlannedRow, ...]
+
+    @property
+    def seqs(self) -> dict[int, Sequence]:
+        """The sequences of rows that count, by the ids of their runs."""
+        return {row.run.run_id: row.seq for row in self.rows if not row.is_stale}
 
     @property
     def num_sampled(self) -> int:

@@ -47,10 +47,11 @@ def check_run(config: SchedulerConfig, seq: Sequence, in_flight: Collection[Plan
     num_pending = sum(1 + len(row.drafts) for row in rows if row.is_sampled)
     assert run.num_pending == num_pending, "pending tokens are not those of the steps in flight"
     assert run.num_drafted == sum(len(row.drafts) for row in rows), "draft tokens are not those of the steps in flight"
-    assert not run.num_drafted or len(rows) == 1, "a row beside one with draft tokens"
+    num_sampled = sum(row.is_sampled for row in rows)
+    assert not run.num_drafted or num_sampled == 1, "a row is sampled beside one with draft tokens"
     assert run.num_published * size <= run.computed_len <= run.planned_len < total_len <= seq.limit_len, "lengths"
     assert run.computed_len < seq.known_len, "computed a token that nobody knows"
     assert len(run.block_table) == -(-run.planned_len // size), "pages do not just cover the plan"
     if config.has_prefix_cache:
         assert run.num_published == run.computed_len // size, "a full page is not shared"
-    assert seq.lookup is None or len(seq.lookup) == seq.known_len, "tokens that drafts do not know of"
+    assert seq.drafter is None or len(seq.drafter) == seq.known_len, "tokens that drafts do not know of"

@@ -408,7 +408,7 @@ class Scheduler:
         if tiers is not None and self._pages.kv_offload is not None:
             self._pages.kv_offload.commit(tiers, step.num_prefilled)
         self._drafts.add_step(step, elapsed)
-        updates, remaining = scored_updates(step, prompt_logprobs), iter(results)
+        updates, remaining = scored_updates(step.seqs, prompt_logprobs) if prompt_logprobs else [], iter(results)
         for row in step.rows:
             result = next(remaining) if row.is_sampled else None
             if not row.is_stale:

@@ -12,12 +12,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ktransformers.core import AnswerEnd, SamplingParams
-from ktransformers.scheduler.drafting.prompt_lookup import PromptLookup
 from ktransformers.scheduler.records import Request
 
-__all__ = ["RunningState", "Sequence"]
+__all__ = ["Drafter", "RunningState", "Sequence"]
+
+
+class Drafter(Protocol):
+    """Proposes the next tokens of one sequence, see scheduler/drafting."""
+
+    def __len__(self) -> int:
+        """Return how many tokens of the sequence it has seen."""
+        ...
+
+    def add(self, token_id: int) -> bool | None:
+        """Take the sequence's next token. Returns whether it was as drafted; None when there was no draft."""
+        ...
+
+    def chances(self, most: int) -> list[float]:
+        """Return the chances that its first 1, 2, ... draft tokens, up to `most`, are all right; empty: it has none."""
+        ...
+
+    def draft(self, most: int) -> list[int]:
+        """Return up to `most` tokens that may come next."""
+        ...
 
 
 @dataclass(eq=False, slots=True)
@@ -28,7 +48,7 @@ class RunningState:
     block_table[i] is the page of positions i * page_size ..; its first num_published pages are in the prefix tree.
     num_told: leading pages of the table that the engine knows from the rows planned so far.
     sampled_index: where the latest planned step lists this run's sampled token, among its sampled rows.
-    num_drafted: draft tokens that a step in flight runs behind the known one: it is the only one with this run then.
+    num_drafted: draft tokens that a step in flight runs behind the known one: none is planned behind it.
 
     Of recurrent layers: state_slot, its own; read_slot, what its next row continues (-1: zeros); draft_slots, others of
     its own, for states in front of draft tokens; border, see scheduler.snapshots; saves, slots by length that steps in
@@ -72,7 +92,7 @@ def _common_len(one: Seq[int], other: Seq[int]) -> int:
 class Sequence:
     """A request that is waiting or suspended (run is None) or running. params.seed is set.
 
-    lookup: what drafts its next tokens, once that was asked for any. num_drafted, num_accepted: draft tokens that were
+    drafter: what drafts its next tokens, once that was asked for any. num_drafted, num_accepted: draft tokens that were
     run, and those of them that are the answer's.
     """
 
@@ -83,7 +103,7 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)  # prompt, then the answer so far
     cached_len: int | None = None  # None until first admitted
     run: RunningState | None = None
-    lookup: PromptLookup | None = None
+    drafter: Drafter | None = None
     num_drafted: int = 0
     num_accepted: int = 0
     common: dict[int, int] = field(default_factory=dict)  # by another's arrival: leading tokens that both prompts have

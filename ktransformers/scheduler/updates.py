@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 from ktransformers.core import FinishReason
-from ktransformers.scheduler.batch import PlannedStep
 from ktransformers.scheduler.records import PromptLogprobs, RequestUpdate, RowResult
 from ktransformers.scheduler.sequence import Sequence
 
@@ -39,9 +39,8 @@ def update_of(
     )
 
 
-def scored_updates(step: PlannedStep, prompt_logprobs: Seq[PromptLogprobs]) -> list[RequestUpdate]:
-    """Make the updates that hand prompt logprobs of a step on, those of runs that are over excepted."""
-    seqs = {row.run.run_id: row.seq for row in step.rows if not row.is_stale} if prompt_logprobs else {}
+def scored_updates(seqs: Mapping[int, Sequence], prompt_logprobs: Seq[PromptLogprobs]) -> list[RequestUpdate]:
+    """Make the updates that hand prompt logprobs on. seqs: by the ids of their runs; those of others are dropped."""
     return [
         update_of(seqs[one.run_id], finish_reason=None, prompt_logprobs=one)
         for one in prompt_logprobs

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from ktransformers.scheduler.batch import PlannedStep
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.drafting.acceptance import AcceptanceRates
-from ktransformers.scheduler.drafting.prompt_lookup import PromptLookup
+from ktransformers.scheduler.drafting.prompt_lookup import MAX_MATCH, PromptLookup
 from ktransformers.scheduler.drafting.row_costs import RowCosts
-from ktransformers.scheduler.sequence import Sequence
+from ktransformers.scheduler.sequence import Drafter, Sequence
 
 __all__ = ["MARGIN", "DraftPlanner"]
 
@@ -44,15 +44,12 @@ class DraftPlanner:
     def __init__(self, config: SchedulerConfig) -> None:
         self.most, self._chunk_size, self._has_stages = config.max_drafts, config.chunk_size, config.num_stages > 1
         max_rows = min(config.max_running * (1 + self.most), config.chunk_size)
-        self._rates, self._costs = AcceptanceRates(), RowCosts(max_rows)
+        self._rates, self._costs = AcceptanceRates(MAX_MATCH), RowCosts(max_rows)
 
     def add_token(self, seq: Sequence, token_id: int) -> None:
         """Take the next token of an answer: its draft is compared with it, whether a step ran that or not."""
-        if seq.lookup is not None:
-            match_len = seq.lookup.match_len
-            was_right = seq.lookup.add(token_id)
-            if was_right is not None:
-                self._rates.add(match_len, was_right)
+        if seq.drafter is not None:
+            seq.drafter.add(token_id)
 
     def add_step(self, step: PlannedStep, seconds: float) -> None:
         """Note what a step took, with all that lies between steps."""
@@ -68,7 +65,7 @@ class DraftPlanner:
         if not self.most or prefills or len(known) < len(decodes):
             return [[] for _ in decodes]
         counts = self._counts([self._chances(seq, self._most_of(seq)) for seq in decodes])
-        return [self._lookup(seq).draft(count) if count else [] for seq, count in zip(decodes, counts, strict=True)]
+        return [self._drafter(seq).draft(count) if count else [] for seq, count in zip(decodes, counts, strict=True)]
 
     def awaits_tokens(self, running: Seq[Sequence], decodes: Seq[Sequence], prefills: Seq[Sequence]) -> bool:
         """Whether the step in flight is to be committed before the next one is planned: it runs draft tokens, or the
@@ -89,10 +86,10 @@ class DraftPlanner:
             chances.append([chance / later[0] for chance in later[1:]] if is_likely else [])
         return any(self._counts(chances))
 
-    def _lookup(self, seq: Sequence) -> PromptLookup:
-        if seq.lookup is None:
-            seq.lookup = PromptLookup(seq.token_ids)
-        return seq.lookup
+    def _drafter(self, seq: Sequence) -> Drafter:
+        if seq.drafter is None:
+            seq.drafter = PromptLookup(seq.token_ids, self._rates)
+        return seq.drafter
 
     def _most_of(self, seq: Sequence) -> int:
         """Draft tokens that a row of the sequence may have: a token is sampled behind each of them."""
@@ -102,10 +99,7 @@ class DraftPlanner:
 
     def _chances(self, seq: Sequence, count: int) -> list[float]:
         """Of its first 1, 2, ... count draft tokens, to be all accepted."""
-        if count <= 0:
-            return []
-        match_len = self._lookup(seq).match_len
-        return self._rates.chances(match_len, count) if match_len else []
+        return self._drafter(seq).chances(count) if count > 0 else []
 
     def _counts(self, chances: list[list[float]]) -> list[int]:
         """How many draft tokens each sequence gets. chances: see `_chances`, of each."""

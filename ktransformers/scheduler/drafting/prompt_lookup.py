@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from ktransformers.scheduler.drafting.acceptance import AcceptanceRates
+
 __all__ = ["MAX_MATCH", "MIN_MATCH", "PromptLookup"]
 
 MIN_MATCH = 2
@@ -27,13 +29,14 @@ WINDOW = 1 << 16
 
 
 class PromptLookup:
-    """The tokens of one sequence, and what they say of the next ones.
+    """A Drafter of one sequence, from its own tokens.
 
-    match_len: tokens before the next one that are the same as those before its draft, up to MAX_MATCH; 0: there is no
-    draft.
+    rates: of all sequences; None: its own. match_len: tokens before the next one that are the same as those before its
+    draft, up to MAX_MATCH; 0: there is no draft.
     """
 
-    def __init__(self, token_ids: Sequence[int] = ()) -> None:
+    def __init__(self, token_ids: Sequence[int] = (), rates: AcceptanceRates | None = None) -> None:
+        self._rates = rates or AcceptanceRates(MAX_MATCH)
         self._ids: npt.NDArray[np.int32] = np.array(token_ids, dtype=np.int32)
         self._len = len(token_ids)
         self._next = 0  # where the draft of the next token stands
@@ -45,10 +48,11 @@ class PromptLookup:
         return self._len
 
     def add(self, token_id: int) -> bool | None:
-        """Take the sequence's next token. Returns whether it was as drafted; None when there was no draft."""
+        """Take the sequence's next token, see Drafter.add: whether it was as drafted counts."""
         was_right = None
         if self.match_len:
             was_right = int(self._ids[self._next]) == token_id
+            self._rates.add(self.match_len, was_right)
         if self._len == self._ids.size:
             self._ids = np.concatenate((self._ids, np.empty(max(self._len, 256), np.int32)))
         self._ids[self._len] = token_id
@@ -59,6 +63,10 @@ class PromptLookup:
         else:
             self._find()
         return was_right
+
+    def chances(self, most: int) -> list[float]:
+        """Return the chances of the first tokens of `draft`, see Drafter.chances."""
+        return self._rates.chances(self.match_len, most) if self.match_len else []
 
     def draft(self, most: int) -> list[int]:
         """Return `most` tokens that may come next, none without a match. Where they reach the sequence's end they begin

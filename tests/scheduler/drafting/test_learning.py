@@ -9,13 +9,13 @@ from ktransformers.scheduler.drafting.row_costs import RowCosts
 
 
 def test_at_first_longer_matches_are_believed_more() -> None:
-    rates = AcceptanceRates()
+    rates = AcceptanceRates(16)
     assert rates.chances(2, 3) == [0.5, 0.5 * 3 / 5, 0.5 * 3 / 5 * 4 / 6]
     assert rates.chances(16, 2) == [16 / 18, (16 / 18) ** 2]  # no longer ones are told apart
 
 
 def test_what_came_decides_before_long() -> None:
-    rates = AcceptanceRates()
+    rates = AcceptanceRates(16)
     for _ in range(500):
         rates.add(2, False)
         rates.add(3, True)
@@ -28,7 +28,7 @@ def test_what_came_decides_before_long() -> None:
 
 
 def test_rates_are_means_of_a_sliding_weight() -> None:
-    rates = AcceptanceRates()
+    rates = AcceptanceRates(16)
     rates.add(2, True)  # 0.5 worth 8, and one more
     assert rates.chances(2, 1) == [pytest.approx((0.5 * 8 + 1) / 9)]
 

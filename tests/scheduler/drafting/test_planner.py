@@ -69,4 +69,4 @@ def test_nothing_is_looked_up_where_nothing_may_be_drafted() -> None:
     scheduler = Scheduler(make_config())
     scheduler.add(make_request("a", REPEATED))
     assert scheduler.schedule() is not None
-    assert scheduler._requests["a"].lookup is None
+    assert scheduler._requests["a"].drafter is None
