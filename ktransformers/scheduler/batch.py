@@ -15,7 +15,7 @@ __all__ = ["Batch", "PlannedRow", "PlannedStep"]
 
 @dataclass(eq=False, slots=True)
 class PlannedRow:
-    """The positions start .. end - 1 of one run in one step, draft tokens last. Stale: seq.run is not this run by now."""
+    """Positions start .. end - 1 of one run in one step, draft tokens last. Stale: seq.run is not this run by now."""
 
     seq: Sequence
     run: RunningState
