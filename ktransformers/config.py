@@ -415,6 +415,11 @@ class EngineConfig:
             cpu_quant=None if self.cpu_quant is None else self.cpu_quant.lower(),
         )
 
+    def max_drafts(self, *, uses_gpus: bool) -> int:
+        """Return the most draft tokens of a sequence in a step; 0: none. uses_gpus: whether layers are on GPUs."""
+        is_off = self.speculative == "off" or (self.speculative == "auto" and uses_gpus)
+        return 0 if is_off else self.speculative_tokens
+
     def _check_choices(self) -> None:
         choices = {"cpu_prefill": CPU_PREFILLS, "cpu_bf16": CPU_BF16S, "attention_backend": ATTENTION_BACKENDS}
         choices |= {"sparse_attention": SPARSE_ATTENTIONS, "kv_type": KV_TYPES, "cpu_activations": CPU_ACTIVATIONS}

@@ -21,16 +21,16 @@ __all__ = ["StateSlots"]
 
 
 class StateSlots:
-    """Pool of slots 0 .. num_slots - 1 of states, of which num_running are for running sequences and the others for
-    snapshots.
+    """Pool of slots 0 .. num_slots - 1 of states, of which num_running are for running sequences, num_lent for further
+    states of these and the others for snapshots.
 
     Calls that break the table above raise RuntimeError: they are bugs of the caller.
     """
 
-    def __init__(self, num_slots: int, num_running: int):
-        if num_slots < num_running or num_running < 1:
+    def __init__(self, num_slots: int, num_running: int, num_lent: int = 0):
+        if num_slots < num_running + num_lent or num_running < 1:
             raise ValueError(f"{num_slots} slots of states are too few for {num_running} running sequences")
-        self.num_slots, self.max_snapshots = num_slots, num_slots - num_running
+        self.num_slots, self.max_snapshots, self._max_lent = num_slots, num_slots - num_running - num_lent, num_lent
         self._free = list(range(num_slots - 1, -1, -1))
         self._running: set[int] = set()
         self._lent: set[int] = set()  # of those, as many as runs have beside their own
@@ -65,13 +65,12 @@ class StateSlots:
         return slot
 
     def lend(self) -> int | None:
-        """Take a slot for a run that has one already; None when it is not to be had beside those of all other runs."""
-        num_to_come = self.num_slots - self.max_snapshots - (len(self._running) - len(self._lent))
-        if len(self._free) <= num_to_come and not (self._evict() and len(self._free) > num_to_come):
+        """Take a slot for a run that has one already; None when all of these are taken, or before the next step."""
+        if len(self._lent) >= self._max_lent:
             return None
-        slot = self._free.pop()
-        self._running.add(slot)
-        self._lent.add(slot)
+        slot = self.allocate()
+        if slot is not None:
+            self._lent.add(slot)
         return slot
 
     def begin_save(self) -> int | None:

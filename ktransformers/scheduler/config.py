@@ -9,7 +9,15 @@ from ktransformers.core import SNAPSHOT_ALIGN
 from ktransformers.errors import ConfigError
 from ktransformers.scheduler.limits import Limits
 
-__all__ = ["MAX_GAP_MS", "MAX_ITL_RATIO", "SchedulerConfig", "TierConfig", "check_itl_ratio", "check_max_gap"]
+__all__ = [
+    "MAX_DRAFT_STATES",
+    "MAX_GAP_MS",
+    "MAX_ITL_RATIO",
+    "SchedulerConfig",
+    "TierConfig",
+    "check_itl_ratio",
+    "check_max_gap",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +53,9 @@ def check_itl_ratio(ratio: float) -> None:
     if ratio != 0 and not 1 < ratio < float("inf"):
         raise ConfigError(f"--max_itl_ratio must be more than 1, or 0 for no limit, got {ratio}")
 
+
+MAX_DRAFT_STATES = 4
+"""Slots for states of recurrent layers in front of draft tokens: a state may be as large as thousands of positions."""
 
 MAX_GAP_MS = 500.0
 """What balance_serve takes where nobody says: the longest pause of a stream for the sake of prompts."""
@@ -116,6 +127,11 @@ class SchedulerConfig:
     def max_in_flight(self) -> int:
         """Number of steps that are planned and not committed at most: one for each stage, and the next is ready."""
         return self.num_stages + 1
+
+    @property
+    def num_draft_states(self) -> int:
+        """Number of slots for states in front of draft tokens, of all sequences together."""
+        return min(self.max_drafts, MAX_DRAFT_STATES, max(self.num_states - self.max_running, 0))
 
     @property
     def total_len(self) -> int:

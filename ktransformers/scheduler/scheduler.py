@@ -73,7 +73,7 @@ from ktransformers.scheduler.records import (
 from ktransformers.scheduler.sequence import RunningState, Sequence
 from ktransformers.scheduler.shared_prompts import awaits_prefix
 from ktransformers.scheduler.tier_records import TierResult
-from ktransformers.scheduler.totals import Totals, stats_of
+from ktransformers.scheduler.totals import SchedulerTotals, stats_of
 from ktransformers.scheduler.updates import scored_updates, update_of
 
 __all__ = ["Scheduler"]
@@ -106,7 +106,7 @@ class Scheduler:
         self._deadlines: dict[str, float] = {}
         self._arrivals, self._run_ids = itertools.count(), itertools.count(1)
         self._next_step = 1
-        self._totals = Totals()
+        self._totals = SchedulerTotals()
         self.max_admitted: int | None = None  # a lower limit on running sequences, for admissions to come
 
     # Requests come and go.

@@ -35,7 +35,7 @@ class Snapshots:
         self.align = lcm(config.snapshot_align, config.page_size)
         self.interval = -(-config.snapshot_interval // self.align) * self.align
         self._is_kept = config.has_prefix_cache
-        self._size = config.num_states, config.max_running
+        self._size = config.num_states, config.max_running, config.num_draft_states
         self.slots = StateSlots(*self._size)
 
     def clear(self) -> None:

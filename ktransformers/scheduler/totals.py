@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from ktransformers.scheduler.page_tables import PageTables
 from ktransformers.scheduler.records import SchedulerStats
 
-__all__ = ["Totals", "stats_of"]
+__all__ = ["SchedulerTotals", "stats_of"]
 
 
 @dataclass(slots=True)
-class Totals:
+class SchedulerTotals:
     """What SchedulerStats counts from the start."""
 
     num_preemptions: int = 0
@@ -24,7 +24,7 @@ class Totals:
 
 
 def stats_of(
-    totals: Totals, pages: PageTables, num_running: int, num_waiting: int, num_suspended: int
+    totals: SchedulerTotals, pages: PageTables, num_running: int, num_waiting: int, num_suspended: int
 ) -> SchedulerStats:
     """Return the figures of a scheduler with so many requests."""
     num_available = pages.num_available

@@ -93,12 +93,14 @@ class Engine(LoadedModel):
         )
 
     @property
+    def uses_gpus(self) -> bool:
+        """Whether a part of the model is on a GPU."""
+        return any(entry.placement.generate_device != "cpu" for entry in self.plan.entries)
+
+    @property
     def max_drafts(self) -> int:
         """Most draft tokens of a row; 0: none."""
-        config, uses_gpus = self.config, self.executor.runner.runs_apart
-        if config.speculative == "off" or (config.speculative == "auto" and uses_gpus):
-            return 0
-        return config.speculative_tokens
+        return self.config.max_drafts(uses_gpus=self.uses_gpus)
 
     def close(self) -> None:
         """Finish what goes to files, and stop the worker threads. The engine cannot be used afterwards."""

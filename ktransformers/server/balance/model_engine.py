@@ -33,7 +33,7 @@ def load_engine(options: EngineOptions, progress: Progress) -> LoadedEngine:
         eos_token_ids=engine.model.eos_token_ids,
         max_model_len=engine.model.context_len,
         chunk_size=engine.config.chunk_size,
-        uses_gpus=any(entry.placement.generate_device != "cpu" for entry in engine.plan.entries),
+        uses_gpus=engine.uses_gpus,
         num_experts=max((count for count, _ in experts), default=0),
         expert_bytes=sum(nbytes / count for count, nbytes in experts),
         gpu_bytes=engine.model.card.gpu_bytes,

@@ -5,18 +5,20 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ktransformers.scheduler.drafting.prompt_lookup import MAX_MATCH, MIN_MATCH, WINDOW, PromptLookup
+from ktransformers.scheduler.drafting.prompt_lookup import MAX_CANDIDATES, MAX_MATCH, MIN_MATCH, PACE, PromptLookup
 
 
 def longest_match(ids: list[int]) -> tuple[int, int]:
-    """(length, place of what follows) of the longest match of the last tokens, the latest of several; (0, 0): none."""
-    best = (0, 0)
-    for place in range(1, len(ids)):
+    """(length, place of what follows) of the longest match of the last tokens among the latest places behind the same
+    two, the latest of several; (0, 0): none."""
+    best, seen = (0, 0), 0
+    for place in range(len(ids) - 1, MIN_MATCH - 1, -1):
         length = 0
         while length < min(place, MAX_MATCH) and ids[place - 1 - length] == ids[-1 - length]:
             length += 1
-        if length >= MIN_MATCH and length >= best[0]:
-            best = (length, place)
+        if length >= MIN_MATCH and seen < MAX_CANDIDATES:
+            seen += 1
+            best = max(best, (length, place), key=lambda found: found[0])
     return best
 
 
@@ -60,7 +62,18 @@ def test_an_example() -> None:
     assert lookup.add(7) is None
 
 
-def test_what_lies_far_back_is_not_scanned() -> None:
-    ids = [1, 2, 3, *([0] * WINDOW), 1, 2]
-    assert PromptLookup(ids).match_len == 0
-    assert PromptLookup(ids[:3] + ids[-2:]).draft(1) == [3]
+def test_a_long_prompt_is_taken_in_step_by_step() -> None:
+    prompt = [*range(3 * PACE), 1, 2, 3]
+    lookup = PromptLookup(prompt)
+    steps = 0
+    while not lookup.match_len:
+        lookup.add(4 + steps)
+        steps += 1
+    assert steps == 3
+    assert lookup.draft(2) == [7, 8]
+    assert len(lookup) == len(prompt) + 3
+
+
+def test_all_ids_there_may_be() -> None:
+    ids = [0, 0xFFFF, 0x10FFFF, 200_000, (1 << 31) - 1]
+    assert PromptLookup([*ids, 5, *ids[:2]]).draft(5) == [*ids[2:], 5, 0]
