@@ -155,6 +155,8 @@ class Scheduler:
 
     def expire(self, now: float) -> list[RequestUpdate]:
         """End all requests whose deadline is not after `now`."""
+        if not self._deadlines:
+            return []
         expired = [request_id for request_id, deadline in self._deadlines.items() if deadline <= now]
         self._totals.num_expired += len(expired)
         return [self._end(self._requests[i], FinishReason.ABORT, is_expired=True) for i in expired]
@@ -247,11 +249,13 @@ class Scheduler:
             return None if self._in_flight else self._plan(Batch(self.config.chunk_size))
         self._pages.begin_step()
         batch = Batch(self.config.chunk_size)
-        for seq in self._runnable()[0]:
+        decodes, prefills = self._runnable()
+        for seq in decodes:
             self._extend(batch, seq)
-        admitted = self._admit()
-        prefills = self._runnable()[1] + [seq for seq in admitted if seq.num_unplanned == 1]
-        self._fill(batch, sorted(prefills, key=_rank))
+        if prefills or self._waiting:
+            prefills = [seq for seq in prefills if seq.run is not None]  # not those that have just given way
+            prefills = sorted(prefills + self._admit(), key=_rank)
+        self._fill(batch, prefills)
         for seq in self._waiting[:MAX_FETCHING]:
             self._pages.awaits_tiers(seq)
         if not len(batch) and (self._in_flight or tiers is None or not tiers.wants_step()):
@@ -260,6 +264,8 @@ class Scheduler:
 
     def _fill(self, batch: Batch, prefills: list[Sequence]) -> None:
         """Rows of prompts: in the order of rank, but for the part of one that may pass."""
+        if not prefills and self._throttle is None:
+            return
         passing = self._passing.choose(prefills) if prefills else None
         if self._throttle is not None and len(batch):
             pending = None
