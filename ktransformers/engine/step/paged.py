@@ -20,7 +20,7 @@ from ktransformers.cache.paged import PagedCache
 from ktransformers.engine.damage.errors import NotFiniteError
 from ktransformers.engine.sampling.logits_request import BEST_TOKEN, StepLogits
 from ktransformers.engine.sampling.sampler import RequestSampler, TokenMask, sample_each, token_logprobs
-from ktransformers.engine.step.context import paged_context
+from ktransformers.engine.step.context import OneTokenStep, paged_context
 from ktransformers.engine.step.hidden import HiddenStatesHook, Pooled
 from ktransformers.engine.step.kv_offload import TieredCache
 from ktransformers.errors import KTransformersError
@@ -89,19 +89,24 @@ class _Run:
     error: str | None = None
     pooled: Pooled | None = None
     table: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    num_pages: int = 0
+    told: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
 
     def pages(self, row: ScheduledSequence) -> npt.NDArray[np.int32]:
-        """The block table with what `row` says of it: [P], valid until the run's next row."""
-        if row.first_page > self.num_pages:
-            raise ValueError(f"run {row.run_id}: page {row.first_page} is told of before page {self.num_pages}")
-        self.num_pages = row.first_page + len(row.block_table)
-        if self.num_pages > self.table.size:
-            more = np.empty(max(self.num_pages - self.table.size, self.table.size), np.int32)
+        """The block table with what `row` says of it: [P], valid until the run's next row. The same array until a row
+        says something."""
+        num_pages = row.first_page + len(row.block_table)
+        if row.block_table or num_pages != len(self.told):
+            self._tell(row, num_pages)
+        return self.told
+
+    def _tell(self, row: ScheduledSequence, num_pages: int) -> None:
+        if row.first_page > len(self.told):
+            raise ValueError(f"run {row.run_id}: page {row.first_page} is told of before page {len(self.told)}")
+        if num_pages > self.table.size:
+            more = np.empty(max(num_pages - self.table.size, self.table.size), np.int32)
             self.table = np.concatenate((self.table, more))
-        if len(row.block_table):
-            self.table[row.first_page : self.num_pages] = row.block_table
-        return self.table[: self.num_pages]
+        self.table[row.first_page : num_pages] = row.block_table
+        self.told = self.table[:num_pages]
 
 
 class KeptRows:
@@ -125,8 +130,10 @@ class KeptRows:
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """The inputs of a step, as the runner takes them: ids and positions [T], and which rows' logits are kept."""
+    """The inputs of a step, as the runner takes them: ids and positions [T], and which rows' logits are kept. runs: of
+    the plan's rows."""
 
+    runs: Sequence[_Run]
     kept: KeptRows
     token_ids: torch.Tensor
     positions: torch.Tensor
@@ -172,6 +179,7 @@ class PagedExecutor:
         self._runs: dict[int, _Run] = {}
         self._previous: list[int] = []  # tokens that the step before sampled, by sampled row
         self._begun: dict[int, StepTensors] = {}  # by step
+        self._step = self._new_step()  # of `execute`, which ends before the next one is written
 
     @property
     def num_runs(self) -> int:
@@ -198,25 +206,45 @@ class PagedExecutor:
         Raises StageLostError.
         """
         if self.runner.begins_ahead and plan.rows and all(row.token_source is None for row in plan.rows):
-            made = self._inputs(plan)
+            made = self._inputs(plan, self._new_step())
             self.runner.begin(made.token_ids, made.positions, made.context, made.keep)
             self._begun[plan.step_id] = made
 
     def prepare(self, plan: StepPlan) -> None:
         """Make the inputs of the step that `execute` gets next, but for tokens that are not sampled yet."""
         if plan.rows:
-            self._begun[plan.step_id] = self._inputs(plan)
+            self._begun[plan.step_id] = self._inputs(plan, self._new_step())
 
-    def _inputs(self, plan: StepPlan) -> StepTensors:
-        """What the step's rows come to, its new runs begun."""
+    def _new_step(self) -> OneTokenStep:
+        """For a step whose inputs are made while those of another one are read."""
+        return OneTokenStep(self._cache, self._pool)
+
+    def _inputs(self, plan: StepPlan, one_token: OneTokenStep) -> StepTensors:
+        """What the step's rows come to, its new runs begun. one_token: what is written where there is but one."""
         for start in plan.starts:
             self._runs[start.run_id] = self._started(start)
-        rows, kept = plan.rows, self._kept(plan.rows)
+        rows = plan.rows
+        runs = [self._runs[row.run_id] for row in rows]
+        if len(rows) == 1 and rows[0].num_tokens == 1:
+            return self._one_token(rows[0], runs, one_token)
+        kept = _kept(rows, runs)
         token_ids, sources = self._token_ids(rows)
-        tables = [self._runs[row.run_id].pages(row) for row in rows]
+        tables = [run.pages(row) for run, row in zip(runs, rows, strict=True)]
         positions, context = paged_context(self._cache, self._pool, rows, tables)
         keep = torch.from_numpy(np.array(kept.rows, dtype=np.int64))
-        return StepTensors(kept, torch.from_numpy(token_ids), positions, context, keep, sources)
+        return StepTensors(runs, kept, torch.from_numpy(token_ids), positions, context, keep, sources)
+
+    @staticmethod
+    def _one_token(row: ScheduledSequence, runs: Sequence[_Run], step: OneTokenStep) -> StepTensors:
+        """`_inputs` of a step of one token: what every token of a chat waits for."""
+        context = step.context(row, runs[0].pages(row))
+        if not row.is_sampled or runs[0].start.params.prompt_logprobs is not None:
+            kept = _kept([row], runs)
+            keep = torch.zeros(len(kept.rows), dtype=torch.int64)
+        else:
+            kept, keep = _ONE_KEPT, _FIRST_ROW
+        sources = () if row.token_source is None else ((0, row.token_source),)
+        return StepTensors(runs, kept, step.token_ids, step.positions, context, keep, sources)
 
     @property
     def runs_apart(self) -> bool:
@@ -238,7 +266,7 @@ class PagedExecutor:
         if not plan.rows:
             return StepResult(step_id=plan.step_id, results=[], tiers=self._tier_result())
         copied_ns = time.monotonic_ns()
-        inputs = self._begun.pop(plan.step_id, None) or self._inputs(plan)
+        inputs = self._begun.pop(plan.step_id, None) or self._inputs(plan, self._step)
         for index, source in inputs.sources:
             inputs.token_ids.numpy()[index] = self._previous[source]
         self.runner.meanwhile = meanwhile
@@ -247,7 +275,8 @@ class PagedExecutor:
             recorder.begin_step(plan.step_id, plan.num_tokens, [kept.rows[at] for at in kept.sampled])
         logits = self._forward(plan.rows, inputs)
         sampling_ns = time.monotonic_ns()
-        results = self._embedded(plan.rows, self._sample(plan.rows, _rows(logits, kept.sampled)))
+        results = self._sample(plan.rows, inputs.runs, _rows(logits, kept.sampled))
+        results = self._embedded(plan.rows, inputs.runs, results)
         self._previous = [0 if result.token_id is None else result.token_id for result in results]
         sampling_ns = time.monotonic_ns() - sampling_ns
         scored = [self._score(row, _whole(logits)[at : at + count]) for row, at, count in kept.scored]
@@ -301,29 +330,10 @@ class PagedExecutor:
         pooling = start.params.pooling if len(start.token_ids) == start.prompt_len else None
         return _Run(start, sampler, pooled=None if pooling is None else Pooled(pooling))
 
-    def _kept(self, rows: Sequence[ScheduledSequence]) -> KeptRows:
-        kept, first = KeptRows(), 0
-        for row in rows:
-            start = self._runs[row.run_id].start
-            scored = 0
-            if start.params.prompt_logprobs is not None:
-                scored = max(min(row.start + row.num_tokens, start.prompt_len - 1) - row.start, 0)
-            kept.add(row, first, scored)
-            first += row.num_tokens
-        return kept
-
-    def _needs(self, rows: Sequence[ScheduledSequence], kept: KeptRows) -> list[int] | None:
-        """What choosing tokens takes of the kept rows (engine.sampling.logits_request); None where some are scored."""
-        if kept.scored:
-            return None
-        samplers = [self._runs[row.run_id].sampler for row in rows if row.is_sampled]
-        return [BEST_TOKEN if sampler is None else sampler.logits_request for sampler in samplers]
-
     def _forward(self, rows: Sequence[ScheduledSequence], inputs: StepTensors) -> StepLogits:
         ids, positions, context, keep = inputs.token_ids, inputs.positions, inputs.context, inputs.keep
-        needs = self._needs(rows, inputs.kept)
-        pooled = [self._runs[row.run_id].pooled for row in rows]
-        if all(one is None for one in pooled):
+        needs, pooled = _needs(rows, inputs), [run.pooled for run in inputs.runs]
+        if not any(pooled):
             return self.runner.reduced_step(ids, positions, context, keep, needs)
         with self.runner.hook.watch() as seen:
             logits = self.runner.reduced_step(ids, positions, context, keep, needs)
@@ -334,9 +344,13 @@ class PagedExecutor:
             first += row.num_tokens
         return logits
 
-    def _embedded(self, rows: Sequence[ScheduledSequence], results: list[RowResult]) -> list[RowResult]:
+    def _embedded(
+        self, rows: Sequence[ScheduledSequence], runs: Sequence[_Run], results: list[RowResult]
+    ) -> list[RowResult]:
         """With the embeddings of prompts that are complete. results: of the sampled rows, in order."""
-        runs = [self._runs[row.run_id] for row in rows if row.is_sampled]
+        if not any(run.pooled for run in runs):
+            return results
+        runs = [run for run, row in zip(runs, rows, strict=True) if row.is_sampled]
         pooled = [run.pooled for run in runs]
         for run in runs:
             run.pooled = None  # the embedding comes with the first token
@@ -357,8 +371,6 @@ class PagedExecutor:
 
     def _token_ids(self, rows: Sequence[ScheduledSequence]) -> tuple[npt.NDArray[np.int64], list[tuple[int, int]]]:
         """The tokens of rows, and which of them are still to be sampled: see StepTensors.sources."""
-        if len(rows) == 1 and rows[0].token_source is None:
-            return np.array(rows[0].token_ids, dtype=np.int64), []
         found, sources = list[int](), list[tuple[int, int]]()
         for row in rows:
             if row.token_source is None:
@@ -368,17 +380,22 @@ class PagedExecutor:
                 found.append(0)
         return np.array(found, dtype=np.int64), sources
 
-    def _sample(self, rows: Sequence[ScheduledSequence], logits: StepLogits) -> list[RowResult]:
+    def _sample(
+        self, rows: Sequence[ScheduledSequence], runs: Sequence[_Run], logits: StepLogits
+    ) -> list[RowResult]:
         """One result per sampled row, in order. logits: of the sampled rows."""
-        sampled = [row for row in rows if row.is_sampled]
-        runs = [self._runs[row.run_id] for row in sampled]
-        good = [i for i, run in enumerate(runs) if run.sampler is not None]
-        samplers = [run.sampler for run in runs if run.sampler is not None]
-        positions = [sampled[i].start + sampled[i].num_tokens for i in good]
-        results = [RowResult(None, error=run.error) for run in runs]
-        for i, sampler, token in zip(
-            good, samplers, sample_each(_rows(logits, good), samplers, positions, self._pool), strict=True
-        ):
+        results, good = list[RowResult](), list[int]()
+        samplers, positions = list[RequestSampler](), list[int]()
+        for run, row in zip(runs, rows, strict=True):
+            if not row.is_sampled:
+                continue
+            if run.sampler is not None:
+                good.append(len(results))
+                samplers.append(run.sampler)
+                positions.append(row.start + row.num_tokens)
+            results.append(RowResult(None, error=run.error))
+        tokens = sample_each(_rows(logits, good), samplers, positions, self._pool)
+        for i, sampler, token in zip(good, samplers, tokens, strict=True):
             if isinstance(token, KTransformersError):
                 results[i] = RowResult(None, error=self._said(token))
             else:
@@ -395,6 +412,32 @@ class PagedExecutor:
         followers = start.token_ids[row.start + 1 : row.start + 1 + len(logits)]
         entries = token_logprobs(logits, followers, count, self._pool)
         return PromptLogprobs(run_id=row.run_id, start=row.start + 1, entries=entries)
+
+
+_ONE_KEPT = KeptRows()
+_ONE_KEPT.sampled.append(0)
+_ONE_KEPT.rows.append(0)
+_FIRST_ROW = torch.zeros(1, dtype=torch.int64)
+"""What is kept of a step of one token that samples."""
+
+
+def _kept(rows: Sequence[ScheduledSequence], runs: Sequence[_Run]) -> KeptRows:
+    kept, first = KeptRows(), 0
+    for run, row in zip(runs, rows, strict=True):
+        scored = 0
+        if run.start.params.prompt_logprobs is not None:
+            scored = max(min(row.start + row.num_tokens, run.start.prompt_len - 1) - row.start, 0)
+        kept.add(row, first, scored)
+        first += row.num_tokens
+    return kept
+
+
+def _needs(rows: Sequence[ScheduledSequence], inputs: StepTensors) -> list[int] | None:
+    """What choosing tokens takes of the kept rows (engine.sampling.logits_request); None where some are scored."""
+    if inputs.kept.scored:
+        return None
+    samplers = [run.sampler for run, row in zip(inputs.runs, rows, strict=True) if row.is_sampled]
+    return [BEST_TOKEN if sampler is None else sampler.logits_request for sampler in samplers]
 
 
 def _rows(logits: StepLogits, wanted: list[int]) -> StepLogits:
