@@ -387,6 +387,8 @@ def _sample_plain(
 
 
 def _numbers(requests: Sequence[RequestSampler], positions: Sequence[int]) -> list[float]:
+    if all([request.params.is_greedy for request in requests]):
+        return [0.0] * len(requests)  # nothing is drawn
     return sampling.uniforms([request.seed for request in requests], positions)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from struct import Struct
 
 import numpy as np
 import numpy.typing as npt
@@ -119,6 +120,9 @@ def _one_sequence(
     return torch.from_numpy(places), context
 
 
+_ONE_TOKEN = Struct("=qqqi")  # token, position, slot, length of what it sees
+
+
 class OneTokenStep:
     """The inputs of a step of one token, what every token of a chat waits for: int64 [1] token_ids and positions, and
     the context.
@@ -129,10 +133,10 @@ class OneTokenStep:
 
     def __init__(self, cache: PagedCache, pool: WorkerPool):
         self._cache, self._pool = cache, pool
-        self._id, self._position, self._slot = (np.zeros(1, np.int64) for _ in range(3))
-        self._kv_len = np.zeros(1, np.int32)
-        self.token_ids, self.positions = torch.from_numpy(self._id), torch.from_numpy(self._position)
-        self._slot_mapping, self._kv_lens = torch.from_numpy(self._slot), torch.from_numpy(self._kv_len)
+        self._numbers = memory = bytearray(_ONE_TOKEN.size)
+        wide = torch.frombuffer(memory, dtype=torch.int64, count=3)
+        self.token_ids, self.positions, self._slot_mapping = wide.split(1)
+        self._kv_lens = torch.frombuffer(memory, dtype=torch.int32, count=1, offset=24)
         self._seq_ids = torch.zeros(1, dtype=torch.int32)
         self._pages: npt.NDArray[np.int32] | None = None  # of the context
         self._context: ForwardContext | None = None
@@ -143,10 +147,9 @@ class OneTokenStep:
         size, start = self._cache.page_size, row.start
         if pages is not self._pages:
             _check_pages(self._cache, pages)
-        self._id[0] = row.token_ids[0] if row.token_ids else 0
-        self._position[0] = start
-        self._kv_len[0] = start + 1
-        self._slot[0] = int(pages[start // size]) * size + start % size
+        token_id = row.token_ids[0] if row.token_ids else 0
+        slot = pages.item(start // size) * size + start % size
+        _ONE_TOKEN.pack_into(self._numbers, 0, token_id, start, slot, start + 1)
         if self._context is None or pages is not self._pages or self._cache.states is not None:
             self._pages, self._context = pages, self._new_context(row, pages)
         else:

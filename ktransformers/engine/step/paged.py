@@ -65,7 +65,8 @@ class StepRunner(Protocol):
 
     @property
     def runs_apart(self) -> bool:
-        """Whether a step is computed while `meanwhile` is called, which is set for it: by GPUs."""
+        """Whether a step is computed while `meanwhile` is called, which is set for it: by GPUs. Others may call it before
+        they compute."""
         ...
 
     meanwhile: Callable[[], None] | None
@@ -149,12 +150,14 @@ class PagedExecutor:
     decides which tokens may come next (structured output). take_counts: see ExpertStats.take_counts; after each step.
     eos_token_ids: see RequestSampler. recorder: takes what steps took while a profile is written; set
     between steps. new_runtime: makes what records what is below Python, for a recorder. tiers: what is below the cache.
-    take_hot: what is new of experts in slots of GPUs, see StepResult.hot; after each step. mend_model: see
+    hand_over: called in steps that do not run apart when others may have Python, if the runner knows of such a moment;
+    not in every step. take_hot: what is new of experts in slots of GPUs, see StepResult.hot; after each step. mend_model: see
     Ranks.recover. find_damage: what to say of the weights where logits or an embedding are no numbers.
     """
 
     recorder: Recorder | None = None
     tiers: TieredCache | None = None
+    hand_over: Callable[[], None] | None = None
     new_runtime: Callable[[], Runtime | None] = staticmethod(lambda: None)
     take_hot: Callable[[], tuple[int, int, int, int]] = staticmethod(lambda: (0, 0, 0, 0))
     mend_model: Callable[[], None] = staticmethod(lambda: None)
@@ -269,7 +272,7 @@ class PagedExecutor:
         inputs = self._begun.pop(plan.step_id, None) or self._inputs(plan, self._step)
         for index, source in inputs.sources:
             inputs.token_ids.numpy()[index] = self._previous[source]
-        self.runner.meanwhile = meanwhile
+        self.runner.meanwhile = meanwhile or self.hand_over
         kept, recorder = inputs.kept, self.recorder
         if recorder is not None:
             recorder.begin_step(plan.step_id, plan.num_tokens, [kept.rows[at] for at in kept.sampled])
