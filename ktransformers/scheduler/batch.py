@@ -35,10 +35,7 @@ class PlannedStep:
 
     step_id: int
     rows: tuple[PlannedRow, ...]
-
-    @property
-    def num_sampled(self) -> int:
-        return sum(row.is_sampled for row in self.rows)
+    num_sampled: int
 
     @property
     def num_rows(self) -> int:
@@ -62,6 +59,7 @@ class Batch:
 
     def __init__(self, chunk_size: int):
         self.budget = chunk_size  # tokens left
+        self.num_sampled = 0  # rows that sample
         self._rows: dict[Sequence, PlannedRow] = {}
 
     def __len__(self) -> int:
@@ -82,6 +80,7 @@ class Batch:
         self.budget -= num_tokens
         run.planned_len = end
         run.num_pending += is_sampled
+        self.num_sampled += is_sampled
 
     def limit(self, num_tokens: int) -> None:
         """Take at most so many more tokens."""
@@ -92,6 +91,7 @@ class Batch:
         row = self._rows.pop(seq, None)
         if row is not None:
             self.budget += row.end - row.start
+            self.num_sampled -= row.is_sampled
 
     def plan(self, step_id: int, ended: list[int], tiers: TierPlan | None = None) -> StepPlan:
         """Make the record of the step for the engine. Call once: it notes where each run's token will be found in the

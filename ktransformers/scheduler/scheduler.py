@@ -287,7 +287,7 @@ class Scheduler:
     def _plan(self, batch: Batch) -> StepPlan:
         """The step of these rows; of none, for what tiers have to copy."""
         rows = tuple(batch)
-        step = PlannedStep(self._next_step, rows)
+        step = PlannedStep(self._next_step, rows, batch.num_sampled)
         if self._throttle is not None:
             self._throttle.planned(step.num_decodes, step.num_rows - step.num_decodes)
         ended, self._ended = self._ended, []
@@ -421,7 +421,9 @@ class Scheduler:
 
     def _scored(self, step: PlannedStep, prompt_logprobs: Seq[PromptLogprobs]) -> list[RequestUpdate]:
         """Hand prompt logprobs on, those of runs that are over excepted."""
-        seqs = {row.run.run_id: row.seq for row in step.rows if not row.is_stale} if prompt_logprobs else {}
+        if not prompt_logprobs:
+            return []
+        seqs = {row.run.run_id: row.seq for row in step.rows if not row.is_stale}
         return [
             update_of(seqs[one.run_id], finish_reason=None, prompt_logprobs=one)
             for one in prompt_logprobs

@@ -182,6 +182,7 @@ class EngineLoop(Generic[EngineT]):
             raise
         self.driver = SchedulerDriver(self.config)
         engine.executor.hand_over = self._hand_over
+        engine.executor.counts_experts = False  # the driver would keep them for news that nobody takes here
 
     # For any thread.
 

@@ -333,12 +333,13 @@ def sample_each(
     pool: WorkerPool | None = None,
 ) -> list[SampledToken | KTransformersError]:
     """Sample as `sample_batch`, but give a request whose logits are no numbers its error in the place of its token."""
-    if not len(logits) == len(requests) == len(positions):
-        raise ValueError(f"{len(logits)} rows do not fit {len(requests)} requests, {len(positions)} positions")
+    num_rows = logits.shape[0] if isinstance(logits, torch.Tensor) else len(logits)  # len() of a tensor is slow Python
+    if not num_rows == len(requests) == len(positions):
+        raise ValueError(f"{num_rows} rows do not fit {len(requests)} requests, {len(positions)} positions")
     pool = pool or _alone(os.getpid())
     if isinstance(logits, RequestedLogits):
         return _sample_reduced(logits, requests, positions, pool)
-    if logits.ndim != 2:
+    if logits.dim() != 2:
         raise ValueError(f"logits must be rows, got {tuple(logits.shape)}")
     rows = _cpu_rows(logits)
     if all([request.is_plain for request in requests]):

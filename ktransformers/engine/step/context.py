@@ -135,7 +135,7 @@ class OneTokenStep:
         self._cache, self._pool = cache, pool
         self._numbers = memory = bytearray(_ONE_TOKEN.size)
         wide = torch.frombuffer(memory, dtype=torch.int64, count=3)
-        self.token_ids, self.positions, self._slot_mapping = wide.split(1)
+        self.token_ids, self.positions, self._slot_mapping = wide[:1], wide[1:2], wide[2:]
         self._kv_lens = torch.frombuffer(memory, dtype=torch.int32, count=1, offset=24)
         self._seq_ids = torch.zeros(1, dtype=torch.int32)
         self._pages: npt.NDArray[np.int32] | None = None  # of the context

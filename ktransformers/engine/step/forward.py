@@ -58,7 +58,6 @@ class ForwardPass:
             logger.info("%s%s the model's own forward, on native products", told[0] or "the model", more)
         self._math: AbstractContextManager[Any] = NativeMathMode(pool) if left else nullcontext()
 
-    @torch.inference_mode()
     def on_cpu(
         self,
         token_ids: Tensor,
@@ -69,7 +68,7 @@ class ForwardPass:
     ) -> Tensor:
         """Run a step on the CPU: int64 [T] ids and positions, int64 [N] rows to keep -> fp32 logits [N, vocab_size].
 
-        meanwhile: called once before the layers.
+        meanwhile: called once before the layers. To be called in inference mode, which takes a while to enter.
         """
         if self.short is not None and self.short.is_wanted:
             return self.short.logits(token_ids, positions, context, keep, meanwhile)

@@ -79,7 +79,7 @@ class FusedDecode:
         if meanwhile is not None:
             meanwhile()
         rows = self.layers(rows, forward_context=context, position_embeddings=angles)
-        kept = rows if len(keep) == rows.shape[1] == 1 else rows[:, keep]
+        kept = rows if keep.shape[0] == rows.shape[1] == 1 else rows[:, keep]  # len() of a tensor is slow Python
         logits: Tensor = self.head(self.norm(kept))
         return logits[0]
 

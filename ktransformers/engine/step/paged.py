@@ -150,13 +150,14 @@ class PagedExecutor:
     decides which tokens may come next (structured output). take_counts: see ExpertStats.take_counts; after each step.
     eos_token_ids: see RequestSampler. recorder: takes what steps took while a profile is written; set
     between steps. new_runtime: makes what records what is below Python, for a recorder. tiers: what is below the cache.
-    hand_over: called in steps that do not run apart when others may have Python, if the runner knows of such a moment;
+    counts_experts: whether results say which experts were used. hand_over: called in steps that do not run apart when others may have Python, if the runner knows of such a moment;
     not in every step. take_hot: what is new of experts in slots of GPUs, see StepResult.hot; after each step. mend_model: see
     Ranks.recover. find_damage: what to say of the weights where logits or an embedding are no numbers.
     """
 
     recorder: Recorder | None = None
     tiers: TieredCache | None = None
+    counts_experts = True
     hand_over: Callable[[], None] | None = None
     new_runtime: Callable[[], Runtime | None] = staticmethod(lambda: None)
     take_hot: Callable[[], tuple[int, int, int, int]] = staticmethod(lambda: (0, 0, 0, 0))
@@ -278,7 +279,7 @@ class PagedExecutor:
             recorder.begin_step(plan.step_id, plan.num_tokens, [kept.rows[at] for at in kept.sampled])
         logits = self._forward(plan.rows, inputs)
         sampling_ns = time.monotonic_ns()
-        results = self._sample(plan.rows, inputs.runs, _rows(logits, kept.sampled))
+        results = self._sample(plan.rows, inputs.runs, _rows(logits, kept.sampled, len(kept.rows)))
         results = self._embedded(plan.rows, inputs.runs, results)
         self._previous = [0 if result.token_id is None else result.token_id for result in results]
         sampling_ns = time.monotonic_ns() - sampling_ns
@@ -286,17 +287,22 @@ class PagedExecutor:
         ended_ns = time.monotonic_ns()
         if recorder is not None:
             recorder.end_step(self._record(plan, kept, (began_ns, ended_ns, sampling_ns), recorder.epoch))
-        before, self._counted = self._counted, self._expert_counts()
+        experts, counts = self._experts_used() if self.counts_experts else ((0, 0, 0), b"")
         return StepResult(
             step_id=plan.step_id,
             results=results,
             prompt_logprobs=scored,
             seconds=(ended_ns - began_ns) / 1e9,
-            experts=_difference(self._counted, before),
-            expert_counts=self._take_counts(),
+            experts=experts,
+            expert_counts=counts,
             hot=self.take_hot(),
             tiers=self._tier_result((ended_ns - copied_ns) / 1e9),
         )
+
+    def _experts_used(self) -> tuple[tuple[int, int, int], bytes]:
+        """What StepResult has of experts, since this was asked last."""
+        before, self._counted = self._counted, self._expert_counts()
+        return _difference(self._counted, before), self._take_counts()
 
     def _tier_result(self, row_seconds: float = 0.0) -> TierResult | None:
         return None if self.tiers is None else self.tiers.result(row_seconds)
@@ -397,7 +403,7 @@ class PagedExecutor:
                 samplers.append(run.sampler)
                 positions.append(row.start + row.num_tokens)
             results.append(RowResult(None, error=run.error))
-        tokens = sample_each(_rows(logits, good), samplers, positions, self._pool)
+        tokens = sample_each(_rows(logits, good, len(results)), samplers, positions, self._pool)
         for i, sampler, token in zip(good, samplers, tokens, strict=True):
             if isinstance(token, KTransformersError):
                 results[i] = RowResult(None, error=self._said(token))
@@ -443,9 +449,9 @@ def _needs(rows: Sequence[ScheduledSequence], inputs: StepTensors) -> list[int] 
     return [BEST_TOKEN if sampler is None else sampler.logits_request for sampler in samplers]
 
 
-def _rows(logits: StepLogits, wanted: list[int]) -> StepLogits:
-    """Rows in ascending order; no copy when they are all wanted."""
-    if len(wanted) == len(logits):
+def _rows(logits: StepLogits, wanted: list[int], count: int) -> StepLogits:
+    """Rows in ascending order; no copy when they are all wanted. count: how many there are."""
+    if len(wanted) == count:
         return logits
     return logits[wanted] if isinstance(logits, torch.Tensor) else logits.rows(wanted)
 
