@@ -85,7 +85,7 @@ class ProfileOff(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineTotals(msgspec.Struct):
-    """Counts of the engines' work from the start, over all epochs. The driver counts on in its own; news have copies."""
+    """Counts of the engines' work from the start, over all epochs. The driver counts on in one; news have copies."""
 
     num_steps: int = 0
     num_tokens: int = 0  # rows computed, prompts and answers

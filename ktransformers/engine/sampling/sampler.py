@@ -342,7 +342,7 @@ def sample_each(
     if logits.dim() != 2:
         raise ValueError(f"logits must be rows, got {tuple(logits.shape)}")
     rows = _cpu_rows(logits)
-    if all([request.is_plain for request in requests]):
+    if all(request.is_plain for request in requests):
         return _sample_plain(rows, requests, positions, pool)
     masks = [_masked(request) for request in requests]
     changed = [_adjusted(request, rows[i]) if request.changes_logits else None for i, request in enumerate(requests)]
@@ -388,7 +388,7 @@ def _sample_plain(
 
 
 def _numbers(requests: Sequence[RequestSampler], positions: Sequence[int]) -> list[float]:
-    if all([request.params.is_greedy for request in requests]):
+    if all(request.params.is_greedy for request in requests):
         return [0.0] * len(requests)  # nothing is drawn
     return sampling.uniforms([request.seed for request in requests], positions)
 

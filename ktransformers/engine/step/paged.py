@@ -65,8 +65,8 @@ class StepRunner(Protocol):
 
     @property
     def runs_apart(self) -> bool:
-        """Whether a step is computed while `meanwhile` is called, which is set for it: by GPUs. Others may call it before
-        they compute."""
+        """Whether a step is computed while `meanwhile` is called, which is set for it: by GPUs. Others may call it
+        before they compute."""
         ...
 
     meanwhile: Callable[[], None] | None
@@ -146,13 +146,14 @@ class StepTensors:
 class PagedExecutor:
     """Executes steps in their order. One caller at a time.
 
-    expert_counts: see ExpertStats.totals; asked after each step. mask_of: asked when a run starts, for what
-    decides which tokens may come next (structured output). take_counts: see ExpertStats.take_counts; after each step.
-    eos_token_ids: see RequestSampler. recorder: takes what steps took while a profile is written; set
-    between steps. new_runtime: makes what records what is below Python, for a recorder. tiers: what is below the cache.
-    counts_experts: whether results say which experts were used. hand_over: called in steps that do not run apart when others may have Python, if the runner knows of such a moment;
-    not in every step. take_hot: what is new of experts in slots of GPUs, see StepResult.hot; after each step. mend_model: see
-    Ranks.recover. find_damage: what to say of the weights where logits or an embedding are no numbers.
+    expert_counts: see ExpertStats.totals; asked after each step. mask_of: asked when a run starts, for what decides
+    which tokens may come next (structured output). take_counts: see ExpertStats.take_counts; after each step.
+    eos_token_ids: see RequestSampler. recorder: takes what steps took while a profile is written; set between steps.
+    new_runtime: makes what records what is below Python, for a recorder. tiers: what is below the cache.
+    counts_experts: whether results say which experts were used. hand_over: called in steps that do not run apart when
+    others may have Python, if the runner knows of such a moment; not in every step. take_hot: what is new of experts in
+    slots of GPUs, see StepResult.hot; after each step. mend_model: see Ranks.recover. find_damage: what to say of the
+    weights where logits or an embedding are no numbers.
     """
 
     recorder: Recorder | None = None
@@ -389,9 +390,7 @@ class PagedExecutor:
                 found.append(0)
         return np.array(found, dtype=np.int64), sources
 
-    def _sample(
-        self, rows: Sequence[ScheduledSequence], runs: Sequence[_Run], logits: StepLogits
-    ) -> list[RowResult]:
+    def _sample(self, rows: Sequence[ScheduledSequence], runs: Sequence[_Run], logits: StepLogits) -> list[RowResult]:
         """One result per sampled row, in order. logits: of the sampled rows."""
         results, good = list[RowResult](), list[int]()
         samplers, positions = list[RequestSampler](), list[int]()
