@@ -373,7 +373,7 @@ class BatchLoop(Generic[EngineT]):
         self._ready.append((stream.on_event, event))
 
     def _hand_over(self) -> None:
-        """Wake the readers of what is ready."""
+        """Wake the readers of what is ready, when EngineLoop says that it is time."""
         if self._ready:
             ready, self._ready = self._ready, []
             for on_event, event in ready:

@@ -3,6 +3,7 @@
     any thread                   the loop's thread
     post(Add, Finish, ...) ───> driver.obey ── plan ── engine.execute ── commit ─┐
     deliver(driver) <──────────── whenever something may be new ─────────────────┘
+    hand_over() <──────────────── in the next step, once its layers leave Python to others, or when none follows
     call(function) ───────────> between two steps, with the driver and the engine
 
 Everything that the scheduler and the engine hold is touched by that thread alone, so an exception that reaches a caller
@@ -115,10 +116,9 @@ class EngineLoop(Generic[EngineT]):
     constructor waits for it and raises what that raises; an interrupt meanwhile gives the loading up.
 
     Callbacks, all on the loop's thread, where steps (of tiers that list their files) may run before the constructor has
-    returned; none may block. deliver: given the driver whenever there may be news. hand_over: called after that, when
-    readers may be woken: while a step is computed, or where none follows. Woken before, they would want Python when the
-    loop does. planned: given each step before it runs. ended: called once, when nothing more will come. progress:
-    called while the engine is built.
+    returned; none may block. deliver: given the driver whenever there may be news. hand_over: called later, when
+    readers may be woken: woken at once, they would want Python while the loop plans the next step. planned: given each
+    step before it runs. ended: called once, when nothing more will come. progress: called while the engine is built.
     """
 
     engine: EngineT

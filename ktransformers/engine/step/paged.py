@@ -146,14 +146,13 @@ class StepTensors:
 class PagedExecutor:
     """Executes steps in their order. One caller at a time.
 
-    expert_counts: see ExpertStats.totals; asked after each step. mask_of: asked when a run starts, for what decides
-    which tokens may come next (structured output). take_counts: see ExpertStats.take_counts; after each step.
-    eos_token_ids: see RequestSampler. recorder: takes what steps took while a profile is written; set between steps.
-    new_runtime: makes what records what is below Python, for a recorder. tiers: what is below the cache.
-    counts_experts: whether results say which experts were used. hand_over: called in steps that do not run apart when
-    others may have Python, if the runner knows of such a moment; not in every step. take_hot: what is new of experts in
-    slots of GPUs, see StepResult.hot; after each step. mend_model: see Ranks.recover. find_damage: what to say of the
-    weights where logits or an embedding are no numbers.
+    expert_counts, take_counts: see ExpertStats.totals and take_counts; asked after each step while counts_experts says
+    that somebody wants to know. mask_of: asked when a run starts, for what decides which tokens may come next
+    (structured output). eos_token_ids: see RequestSampler. recorder: takes what steps took while a profile is written;
+    set between steps. new_runtime: makes what records what is below Python, for a recorder. tiers: what is below the
+    cache. hand_over: called in steps that do not run apart when others may have Python, if the runner knows of such a
+    moment; not in every step. take_hot: what is new of experts in slots of GPUs, see StepResult.hot; after each step.
+    mend_model: see Ranks.recover. find_damage: what to say of the weights where logits or an embedding are no numbers.
     """
 
     recorder: Recorder | None = None
