@@ -119,6 +119,11 @@ class ForwardContext:
             self._moved[key] = (tensor, tensor.to(device))  # holding the original keeps its id its own
         return self._moved[key][1]
 
+    def forget_derived(self) -> None:
+        """Forget what was made of the tensors: for a step whose tensors are written in place for the next one."""
+        self._moved.clear()
+        self._derived.clear()
+
     def derived(self, what: str, tensor: torch.Tensor, make: Callable[[torch.Tensor], _T]) -> _T:
         """Return `make(tensor)`, made once per step however many layers ask. what: names it; all that ask for a name of
         one tensor must want the same.

@@ -42,15 +42,12 @@ class PlannedStep:
 
     step_id: int
     rows: tuple[PlannedRow, ...]
+    num_sampled: int
 
     @property
     def seqs(self) -> dict[int, Sequence]:
         """The sequences of rows that count, by the ids of their runs."""
         return {row.run.run_id: row.seq for row in self.rows if not row.is_stale}
-
-    @property
-    def num_sampled(self) -> int:
-        return sum(row.is_sampled for row in self.rows)
 
     @property
     def num_rows(self) -> int:
@@ -74,6 +71,7 @@ class Batch:
 
     def __init__(self, chunk_size: int):
         self.budget = chunk_size  # tokens left
+        self.num_sampled = 0  # rows that sample
         self._rows: dict[Sequence, PlannedRow] = {}
 
     def __len__(self) -> int:
@@ -104,6 +102,7 @@ class Batch:
         run.planned_len = end
         run.num_pending += is_sampled + len(drafts)
         run.num_drafted += len(drafts)
+        self.num_sampled += is_sampled
 
     def limit(self, num_tokens: int) -> None:
         """Take at most so many more tokens."""
@@ -114,6 +113,7 @@ class Batch:
         row = self._rows.pop(seq, None)
         if row is not None:
             self.budget += row.end - row.start
+            self.num_sampled -= row.is_sampled
 
     def plan(self, step_id: int, ended: list[int], tiers: TierPlan | None = None) -> StepPlan:
         """Make the record of the step for the engine. Call once: it notes where each run's token will be found in the

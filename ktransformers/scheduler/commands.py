@@ -84,8 +84,8 @@ class ProfileOff(msgspec.Struct, frozen=True, tag=True):
     """Message by which scheduler and engine stop recording."""
 
 
-class EngineTotals(msgspec.Struct, frozen=True):
-    """Counts of the engines' work from the start, over all epochs."""
+class EngineTotals(msgspec.Struct):
+    """Counts of the engines' work from the start, over all epochs. The driver counts on in one; news have copies."""
 
     num_steps: int = 0
     num_tokens: int = 0  # rows computed, prompts and answers

@@ -14,6 +14,7 @@ Knows no sockets, threads or text. One caller at a time; no call blocks.
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable
@@ -146,16 +147,20 @@ class SchedulerDriver:
         if plan is None:
             return None
         now = self._planned[plan.step_id] = self._clock()
+        if plan.starts or self._chunks is not None:
+            self._note_times(plan, now)
+        self._totals.num_tokens += plan.num_tokens
+        if self._tracker is not None:
+            self._tracker.planned(plan)
+        self.check()
+        return plan
+
+    def _note_times(self, plan: StepPlan, now: float) -> None:
         for start in plan.starts:
             if start.request_id in self._first_lens:
                 self._began.setdefault(start.request_id, now)
-        self._totals = msgspec.structs.replace(self._totals, num_tokens=self._totals.num_tokens + plan.num_tokens)
-        if self._tracker is not None:
-            self._tracker.planned(plan)
         if self._chunks is not None:
             self._chunks.planned(plan, now)
-        self.check()
-        return plan
 
     def commit(self, result: StepResult) -> None:
         """Take in the result of a step, see Scheduler.commit."""
@@ -192,19 +197,15 @@ class SchedulerDriver:
     def _count(self, result: StepResult) -> None:
         totals, (num_rows, num_samples, num_touched) = self._totals, result.experts
         reads, hits, uploads, upload_bytes = result.hot
-        self._totals = EngineTotals(
-            num_steps=totals.num_steps + result.had_rows,
-            num_tokens=totals.num_tokens,
-            busy_seconds=totals.busy_seconds + result.seconds,
-            num_poisoned=totals.num_poisoned,
-            num_expert_rows=totals.num_expert_rows + num_rows,
-            num_expert_samples=totals.num_expert_samples + num_samples,
-            num_touched_experts=totals.num_touched_experts + num_touched,
-            num_hot_reads=totals.num_hot_reads + reads,
-            num_hot_hits=totals.num_hot_hits + hits,
-            num_hot_uploads=totals.num_hot_uploads + uploads,
-            hot_upload_bytes=totals.hot_upload_bytes + upload_bytes,
-        )
+        totals.num_steps += result.had_rows
+        totals.busy_seconds += result.seconds
+        totals.num_expert_rows += num_rows
+        totals.num_expert_samples += num_samples
+        totals.num_touched_experts += num_touched
+        totals.num_hot_reads += reads
+        totals.num_hot_hits += hits
+        totals.num_hot_uploads += uploads
+        totals.hot_upload_bytes += upload_bytes
 
     def fail_step(self, plan: StepPlan, error: str) -> list[str]:
         """End the requests of a step that failed with `error`; all others begin anew, for the cache may hold anything.
@@ -256,7 +257,7 @@ class SchedulerDriver:
         else:
             error = "the engine died again and again while it computed this request; the server's log says more"
             self._ended(msgspec.structs.replace(update, error=error))
-            self._totals = msgspec.structs.replace(self._totals, num_poisoned=self._totals.num_poisoned + 1)
+            self._totals.num_poisoned += 1
 
     def isolate(self) -> None:
         """Let requests run one at a time while one of them is suspected of killing engines, and all at once again when
@@ -287,7 +288,7 @@ class SchedulerDriver:
         news = News(
             self.take_updates(),
             self.stats(),
-            self._totals,
+            copy.copy(self._totals),
             self._prefill_seconds,
             losses,
             hanging,

@@ -73,6 +73,11 @@ class PageTables:
     def num_idle(self) -> int:
         return self._tree.num_idle
 
+    @property
+    def num_kept(self) -> int:
+        """Number of pages with contents: held by runs, or kept for others."""
+        return self.num_pages - self._pool.num_free
+
     def pages_for(self, num_tokens: int) -> int:
         """Count the pages that `num_tokens` positions take."""
         return -(-num_tokens // self.page_size)
@@ -211,6 +216,8 @@ class PageTables:
     def grow(self, run: RunningState, num_tokens: int) -> bool:
         """Let the run's pages cover num_tokens. False, and nothing changed, when there are not enough."""
         missing = self.pages_for(num_tokens) - len(run.block_table)
+        if missing <= 0:
+            return True
         if missing > self.num_available:
             return False
         run.block_table.extend([self._new_page() for _ in range(missing)])

@@ -151,6 +151,8 @@ class Scheduler:
 
     def expire(self, now: float) -> list[RequestUpdate]:
         """End all requests whose deadline is not after `now`."""
+        if not self._deadlines:
+            return []
         expired = [request_id for request_id, deadline in self._deadlines.items() if deadline <= now]
         self._totals.num_expired += len(expired)
         return [self._end(self._requests[i], FinishReason.ABORT, is_expired=True) for i in expired]
@@ -248,9 +250,10 @@ class Scheduler:
         batch = Batch(self.config.chunk_size)
         for seq, drafts in zip(decodes, self._drafts.drafts(decodes, prefills), strict=True):
             self._extend(batch, seq, drafts)
-        admitted = self._admit()
-        prefills = self._runnable()[1] + [seq for seq in admitted if seq.num_unplanned == 1]
-        self._fill(batch, sorted(prefills, key=_rank))
+        if prefills or self._waiting:
+            prefills = [seq for seq in prefills if seq.run is not None]  # not those that have just given way
+            prefills = sorted(prefills + self._admit(), key=_rank)
+        self._fill(batch, prefills)
         for seq in self._waiting[:MAX_FETCHING]:
             self._pages.awaits_tiers(seq)
         if not len(batch) and (self._in_flight or tiers is None or not tiers.wants_step()):
@@ -259,6 +262,8 @@ class Scheduler:
 
     def _fill(self, batch: Batch, prefills: list[Sequence]) -> None:
         """Rows of prompts: in the order of rank, but for the part of one that may pass."""
+        if not prefills and self._throttle is None:
+            return
         passing = self._passing.choose(prefills) if prefills else None
         if self._throttle is not None and len(batch):
             pending = None
@@ -280,7 +285,7 @@ class Scheduler:
     def _plan(self, batch: Batch) -> StepPlan:
         """The step of these rows; of none, for what tiers have to copy."""
         rows = tuple(batch)
-        step = PlannedStep(self._next_step, rows)
+        step = PlannedStep(self._next_step, rows, batch.num_sampled)
         if self._throttle is not None:
             self._throttle.planned(step.num_decodes, step.num_rows - step.num_decodes)
         ended, self._ended = self._ended, []
@@ -386,9 +391,8 @@ class Scheduler:
         seconds: float = 0.0,
         elapsed: float = 0.0,
     ) -> list[RequestUpdate]:
-        """Take in the results of a step: one per sampled row, in the order of the rows. tiers: what they did. seconds:
-        what the step took, see StepResult; elapsed: since it was planned, or since the step before it was committed; 0:
-        nobody knows.
+        """Take in the results of a step: one per sampled row, in order. tiers: what they did. seconds: what the step
+        took, see StepResult; elapsed: since it was planned, or the step before it was committed; 0: nobody knows.
 
         Steps are committed in the order in which they were planned. Results of a step that went down with its engine
         are dropped. Raises ValueError for a step that was never planned, out of order, or with too few or many results.

@@ -92,6 +92,8 @@ def _common_len(one: Seq[int], other: Seq[int]) -> int:
 class Sequence:
     """A request that is waiting or suspended (run is None) or running. params.seed is set.
 
+    rank: served in ascending order, preempted in descending order. limit_len: the most tokens of prompt and answer
+    together. These, the id and prompt_len are asked for in every step and never change.
     drafter: what drafts its next tokens, once that was asked for any. num_drafted, num_accepted: draft tokens that were
     run, and those of them that are the answer's.
     """
@@ -107,6 +109,15 @@ class Sequence:
     num_drafted: int = 0
     num_accepted: int = 0
     common: dict[int, int] = field(default_factory=dict)  # by another's arrival: leading tokens that both prompts have
+    request_id: str = field(init=False)
+    rank: tuple[int, int] = field(init=False)
+    prompt_len: int = field(init=False)
+    limit_len: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.request_id, self.rank = self.request.request_id, (self.request.priority, self.arrival)
+        self.prompt_len = len(self.request.prompt_ids)
+        self.limit_len = self.prompt_len + self.end.max_len
 
     @property
     def num_unplanned(self) -> int:
@@ -122,27 +133,9 @@ class Sequence:
         return known
 
     @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """The sequence's rank: served in ascending order, preempted in descending order."""
-        return self.request.priority, self.arrival
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt_ids)
-
-    @property
-    def limit_len(self) -> int:
-        """The most tokens of prompt and answer together."""
-        return self.prompt_len + self.end.max_len
-
-    @property
     def known_len(self) -> int:
         return len(self.token_ids)
 
     @property
     def completion_len(self) -> int:
-        return self.known_len - self.prompt_len
+        return len(self.token_ids) - self.prompt_len

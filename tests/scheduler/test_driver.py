@@ -265,6 +265,10 @@ def test_news_are_told_once() -> None:
     again = world.driver.take_news([], None)
     assert (again.updates, again.prefill_seconds, again.losses, again.expert_counts) == ([], {}, [], b"")
     assert again.totals == totals
+    world.driver.obey(Add(make_request("later", PROMPT)))
+    world.step()
+    assert again.totals == totals, "what was sent counts on"
+    assert world.driver.take_news([], None).totals.num_steps == totals.num_steps + 1
 
 
 def test_traces_of_chunks() -> None:

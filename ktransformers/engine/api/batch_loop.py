@@ -121,6 +121,7 @@ class BatchLoop(Generic[EngineT]):
     ):
         self._remedy = remedy
         self._streams: dict[str, _OutputStream] = {}
+        self._ready: list[tuple[EventCallback, TokenEvent | PrefillChunk | EngineError]] = []  # not handed over yet
         self._prefills: dict[int, _Prefill] = {}  # by run, of requests that want to know
         self._ids = itertools.count()
         self._names: dict[str, EngineRequest] = {}  # of requests that have one and are not through
@@ -130,6 +131,7 @@ class BatchLoop(Generic[EngineT]):
         self._loop: EngineLoop[EngineT] = EngineLoop(
             build,
             deliver=self._deliver,
+            hand_over=self._hand_over,
             planned=self._note_prefills,
             ended=self._on_end,
             progress=progress,
@@ -325,18 +327,21 @@ class BatchLoop(Generic[EngineT]):
         return output_processor
 
     def _note_prefills(self, plan: StepPlan) -> None:
-        """Send those who want to know how far their prompts are, before the step."""
+        """Send those who want to know how far their prompts are, with the beginning of the step."""
+        if not plan.starts and not self._prefills:
+            return
         for start in plan.starts:
             stream = self._streams.get(start.request_id)
             if stream is not None and stream.has_progress:
                 self._prefills[start.run_id] = _Prefill(stream.on_event, len(start.token_ids))
-        for row in plan.rows if self._prefills else ():
+        for row in plan.rows:
             prefill = self._prefills.get(row.run_id)
             if prefill is None:
                 continue
             prefill.first = row.start if prefill.first is None else prefill.first
             first = prefill.first
-            prefill.on_event(PrefillChunk(row.start - first, prefill.known_len - first, row.start))
+            chunk = PrefillChunk(row.start - first, prefill.known_len - first, row.start)
+            self._ready.append((prefill.on_event, chunk))
             if row.start + row.num_tokens >= prefill.known_len:
                 del self._prefills[row.run_id]
         for run_id in plan.ended:
@@ -344,7 +349,7 @@ class BatchLoop(Generic[EngineT]):
 
     def _deliver(self, driver: SchedulerDriver) -> None:
         pages = driver.scheduler.pages
-        self._used_len = (pages.num_pages - pages.num_available + pages.num_idle) * pages.page_size
+        self._used_len = pages.num_kept * pages.page_size
         for update in driver.take_updates():
             self._send(driver, update)
 
@@ -365,7 +370,14 @@ class BatchLoop(Generic[EngineT]):
             del self._streams[request_id]
             if update.finish_reason is None:  # a stop string, which only the text has
                 driver.obey(Finish(request_id, FinishReason.STOP))
-        stream.on_event(event)
+        self._ready.append((stream.on_event, event))
+
+    def _hand_over(self) -> None:
+        """Wake the readers of what is ready, when EngineLoop says that it is time."""
+        if self._ready:
+            ready, self._ready = self._ready, []
+            for on_event, event in ready:
+                on_event(event)
 
 
 def _added(request: EngineRequest) -> Add:

@@ -3,6 +3,7 @@
     any thread                   the loop's thread
     post(Add, Finish, ...) ───> driver.obey ── plan ── engine.execute ── commit ─┐
     deliver(driver) <──────────── whenever something may be new ─────────────────┘
+    hand_over() <──────────────── in the next step, once its layers leave Python to others, or when none follows
     call(function) ───────────> between two steps, with the driver and the engine
 
 Everything that the scheduler and the engine hold is touched by that thread alone, so an exception that reaches a caller
@@ -115,9 +116,9 @@ class EngineLoop(Generic[EngineT]):
     constructor waits for it and raises what that raises; an interrupt meanwhile gives the loading up.
 
     Callbacks, all on the loop's thread, where steps (of tiers that list their files) may run before the constructor has
-    returned; none may block. deliver: given the driver whenever there may be news. planned:
-    given each step before it runs. ended: called once, when nothing more will come. progress: called while the engine
-    is built.
+    returned; none may block. deliver: given the driver whenever there may be news. hand_over: called later, when
+    readers may be woken: woken at once, they would want Python while the loop plans the next step. planned: given each
+    step before it runs. ended: called once, when nothing more will come. progress: called while the engine is built.
     """
 
     engine: EngineT
@@ -134,12 +135,14 @@ class EngineLoop(Generic[EngineT]):
         build: Build[EngineT],
         *,
         deliver: Callable[[SchedulerDriver], None],
+        hand_over: Callable[[], None] = lambda: None,
         planned: Callable[[StepPlan], None] = lambda plan: None,
         ended: Callable[[], None] = lambda: None,
         progress: Callable[..., None] | None = None,
     ):
         self.home = OwnerProcess()
-        self._deliver, self._planned, self._ended = deliver, planned, ended
+        self._deliver, self._hand_over = deliver, hand_over
+        self._planned, self._ended = planned, ended
         self._inbox: queue.SimpleQueue[tuple[_Command, ...] | _Call | None] = queue.SimpleQueue()  # None: stop
         self._lock = threading.Lock()  # between a post and a close: nobody is left waiting for a thread that is gone
         self.is_closed = False
@@ -178,6 +181,8 @@ class EngineLoop(Generic[EngineT]):
             engine.close()
             raise
         self.driver = SchedulerDriver(self.config)
+        engine.executor.hand_over = self._hand_over
+        engine.executor.counts_experts = False  # the driver would keep them for news that nobody takes here
 
     # For any thread.
 
@@ -241,6 +246,7 @@ class EngineLoop(Generic[EngineT]):
             if isinstance(command, _Call):
                 command.answer.put((None, EngineError(_CLOSED)))
         self._record(None)
+        self._hand_over()
         self._ended()
         self.engine.close()
         del self.engine, self.driver  # weights and cache are free, though the loop has a name still
@@ -250,15 +256,17 @@ class EngineLoop(Generic[EngineT]):
         has_news = False
         while True:
             is_idle = not self.driver.scheduler.has_work and not self.has_next
+            if not is_idle and self._inbox.empty():
+                self.driver.expire()
+                return True
             if is_idle and has_news:
                 self._deliver(self.driver)  # what commands have ended
                 has_news = False
+            self._hand_over()
             try:
-                command = self._inbox.get(is_idle, self._seconds_left() if is_idle else None)
+                command = self._inbox.get(timeout=self._seconds_left() if is_idle else None)
             except queue.Empty:
                 self.driver.expire()
-                if not is_idle:
-                    return True
                 has_news = True
                 continue
             if command is None:
@@ -303,11 +311,13 @@ class EngineLoop(Generic[EngineT]):
         if plan is None:
             stats = self.driver.stats()
             assert not stats.num_running + stats.num_waiting, "requests wait and nothing is planned"
+            self._hand_over()
             return  # nothing was left to copy
         self._planned(plan)
         executor = self.engine.executor
         try:
             result = executor.execute(plan, self._go_on) if executor.runs_apart else executor.execute(plan)
+            self._hand_over()  # where the runner did not
         except StageLostError as error:
             logger.warning("%s; answers go on once another one is there", error)
             self._drop_pending()
@@ -337,6 +347,7 @@ class EngineLoop(Generic[EngineT]):
         self._next = self.driver.plan() if self._plans_ahead else None
         if self._next is not None:
             self.engine.executor.prepare(self._next)
+        self._hand_over()
 
     def _take_in(self) -> None:
         if self._done is not None:

@@ -140,7 +140,8 @@ class RequestSampler:
     mask: told each token, and asked before the next one; applied after bias and penalties.
     eos_token_ids: with params.stop_token_ids, they are impossible before params.min_tokens.
 
-    prompt_ids are the request's original prompt. Raises ConfigError for a logit bias outside of the vocabulary or of
+    prompt_ids are the request's original prompt. is_plain: nothing ever changes its logits, bars a token or asks for
+    their probabilities. Raises ConfigError for a logit bias outside of the vocabulary or of
     [-100, 100], and for allowed tokens outside of the vocabulary.
     """
 
@@ -171,13 +172,19 @@ class RequestSampler:
         self._seen = _Counts(vocab_size)
         if params.repetition_penalty != 1.0:
             self._seen.add_all(prompt_ids)
+        self._penalizes_answer = bool(params.frequency_penalty or params.presence_penalty)
+        is_changed = self._penalizes_answer or params.repetition_penalty != 1.0 or self.changes_logits
+        self.is_plain = mask is None and params.logprobs is None and not is_changed and not self._held_ends.size
+        self._plain_request = _plain_request(params)
 
     def commit(self, token_id: int) -> None:
         """Count a token as part of the answer. Call once per token, also for tokens of an answer that is continued."""
         self._num_answered += 1
+        if self.is_plain:
+            return
         if self._mask is not None:
             self._mask.commit(token_id)
-        if self.params.frequency_penalty or self.params.presence_penalty:
+        if self._penalizes_answer:
             self._counts.add(token_id)
         if self.params.repetition_penalty != 1.0:
             self._seen.add(token_id)
@@ -198,12 +205,11 @@ class RequestSampler:
     def logits_request(self) -> int:
         """The part of a row that choosing the next token takes, see sampling/logits_request.py: less than all where
         nothing looks at all."""
-        params = self.params
-        if self._mask is not None or params.logprobs is not None or self.changes_logits:
+        if self.is_plain:
+            return self._plain_request
+        if self._mask is not None or self.params.logprobs is not None or self.changes_logits:
             return WHOLE_ROW
-        if params.is_greedy:
-            return BEST_TOKEN
-        return params.top_k if 0 < params.top_k <= MAX_TOP_K else WHOLE_ROW
+        return self._plain_request
 
     @property
     def later_request(self) -> int:
@@ -264,6 +270,13 @@ class RequestSampler:
         bits = np.zeros(-(-self._vocab_size // 32) * 32, np.bool_)
         bits[: self._vocab_size] = ~self._barred
         return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+def _plain_request(params: SamplingParams) -> int:
+    """What choosing a token from logits as they are takes of them."""
+    if params.is_greedy:
+        return BEST_TOKEN
+    return params.top_k if 0 < params.top_k <= MAX_TOP_K else WHOLE_ROW
 
 
 def _barred(params: SamplingParams, vocab_size: int) -> npt.NDArray[np.bool_] | None:
@@ -328,20 +341,23 @@ def sample_each(
     pool: WorkerPool | None = None,
 ) -> list[SampledToken | KTransformersError]:
     """Sample as `sample_batch`, but give a request whose logits are no numbers its error in the place of its token."""
-    if not len(logits) == len(requests) == len(positions):
-        raise ValueError(f"{len(logits)} rows do not fit {len(requests)} requests, {len(positions)} positions")
+    num_rows = logits.shape[0] if isinstance(logits, torch.Tensor) else len(logits)  # len() of a tensor is slow Python
+    if not num_rows == len(requests) == len(positions):
+        raise ValueError(f"{num_rows} rows do not fit {len(requests)} requests, {len(positions)} positions")
     pool = pool or _alone(os.getpid())
     if isinstance(logits, RequestedLogits):
         return _sample_reduced(logits, requests, positions, pool)
-    if logits.ndim != 2:
+    if logits.dim() != 2:
         raise ValueError(f"logits must be rows, got {tuple(logits.shape)}")
-    rows = logits.detach().to("cpu", torch.float32).contiguous()
+    rows = _cpu_rows(logits)
+    if all(request.is_plain for request in requests):
+        return _sample_plain(rows, requests, positions, pool)
     masks = [_masked(request) for request in requests]
     changed = [_adjusted(request, rows[i]) if request.changes_logits else None for i, request in enumerate(requests)]
     picks = sampling.sample_rows(
         rows,
         [request.params for request in requests],
-        sampling.uniforms([request.seed for request in requests], positions),
+        _numbers(requests, positions),
         pool,
         [row if isinstance(row, torch.Tensor) else None for row in changed],
         [mask if isinstance(mask, torch.Tensor) else None for mask in masks],
@@ -357,6 +373,32 @@ def sample_each(
         else:
             results.append(SampledToken(pick.token_id, None))
     return _with_logprobs(results, rows, requests, pool)
+
+
+def _cpu_rows(logits: torch.Tensor) -> torch.Tensor:
+    """The same as contiguous fp32 on the CPU; themselves where they are, for asking torch for that takes longer than
+    choosing a token."""
+    if logits.dtype is torch.float32 and logits.is_cpu and logits.is_contiguous() and not logits.requires_grad:
+        return logits
+    return logits.detach().to("cpu", torch.float32).contiguous()
+
+
+def _sample_plain(
+    rows: torch.Tensor, requests: Sequence[RequestSampler], positions: Sequence[int], pool: WorkerPool
+) -> list[SampledToken | KTransformersError]:
+    """`sample_each` of requests that take logits as they are."""
+    params = [request.params for request in requests]
+    picks = sampling.sample_rows(rows, params, _numbers(requests, positions), pool)
+    return [
+        SampledToken(pick.token_id, None) if pick.bad_id < 0 else _bad_logit(rows[i], pick.bad_id, positions[i])
+        for i, pick in enumerate(picks)
+    ]
+
+
+def _numbers(requests: Sequence[RequestSampler], positions: Sequence[int]) -> list[float]:
+    if all(request.params.is_greedy for request in requests):
+        return [0.0] * len(requests)  # nothing is drawn
+    return sampling.uniforms([request.seed for request in requests], positions)
 
 
 def _sample_reduced(

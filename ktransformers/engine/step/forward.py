@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,11 +58,22 @@ class ForwardPass:
             logger.info("%s%s the model's own forward, on native products", told[0] or "the model", more)
         self._math: AbstractContextManager[Any] = NativeMathMode(pool) if left else nullcontext()
 
-    @torch.inference_mode()
-    def on_cpu(self, token_ids: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor) -> Tensor:
-        """Run a step on the CPU: int64 [T] ids and positions, int64 [N] rows to keep -> fp32 logits [N, vocab_size]."""
+    def on_cpu(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        context: ForwardContext,
+        keep: Tensor,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """Run a step on the CPU: int64 [T] ids and positions, int64 [N] rows to keep -> fp32 logits [N, vocab_size].
+
+        meanwhile: called once before the layers. To be called in inference mode, which takes a while to enter.
+        """
         if self.short is not None and self.short.is_wanted:
-            return self.short.logits(token_ids, positions, context, keep)
+            return self.short.logits(token_ids, positions, context, keep, meanwhile)
+        if meanwhile is not None:
+            meanwhile()
         return self._logits(input_ids=token_ids[None], positions=positions[None], keep=keep, context=context)
 
     @torch.inference_mode()

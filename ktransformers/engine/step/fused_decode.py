@@ -12,6 +12,7 @@ keeps its own code.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,12 +62,24 @@ class FusedDecode:
         assert self.head.native is not None, "a head that is not loaded"
         return self.head.native[0].shape[0]
 
-    def logits(self, token_ids: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor) -> Tensor:
-        """Run a step on the CPU: int64 [T] ids and positions, int64 [N] rows to keep -> fp32 logits [N, vocab_size]."""
+    def logits(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        context: ForwardContext,
+        keep: Tensor,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """Run a step on the CPU: int64 [T] ids and positions, int64 [N] rows to keep -> fp32 logits [N, vocab_size].
+
+        meanwhile: called right before the layers, the one part that leaves Python to others for long.
+        """
         rows: Tensor = self.embedding(token_ids[None])
         angles = self.rotation(rows, positions[None])
+        if meanwhile is not None:
+            meanwhile()
         rows = self.layers(rows, forward_context=context, position_embeddings=angles)
-        kept = rows if len(keep) == rows.shape[1] == 1 else rows[:, keep]
+        kept = rows if keep.shape[0] == rows.shape[1] == 1 else rows[:, keep]  # len() of a tensor is slow Python
         logits: Tensor = self.head(self.norm(kept))
         return logits[0]
 

@@ -5,10 +5,10 @@ The state of a run is what sampling its next token needs. Everything else comes 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -18,9 +18,19 @@ import torch
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.engine.damage.errors import NotFiniteError
-from ktransformers.engine.sampling.logits_request import BEST_TOKEN, StepLogits
+from ktransformers.engine.sampling.logits_request import StepLogits
 from ktransformers.engine.sampling.sampler import RequestSampler, TokenMask, sample_each, token_logprobs
-from ktransformers.engine.step.context import paged_context
+from ktransformers.engine.step.context import OneTokenStep, paged_context
+from ktransformers.engine.step.executor_runs import (
+    FIRST_ROW,
+    ONE_KEPT,
+    ExecutorRun,
+    KeptRows,
+    StepTensors,
+    kept_of,
+    needs_of,
+    rows_of,
+)
 from ktransformers.engine.step.hidden import HiddenStatesHook, Pooled
 from ktransformers.engine.step.kv_offload import TieredCache
 from ktransformers.errors import KTransformersError
@@ -38,7 +48,7 @@ from ktransformers.scheduler.records import (
 )
 from ktransformers.scheduler.tier_records import TierResult
 
-__all__ = ["PagedExecutor", "StepRunner", "StepTensors"]
+__all__ = ["PagedExecutor", "StepRunner"]
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +75,8 @@ class StepRunner(Protocol):
 
     @property
     def runs_apart(self) -> bool:
-        """Whether a step is computed while `meanwhile` is called, which is set for it: by GPUs."""
+        """Whether a step is computed while `meanwhile` is called, which is set for it: by GPUs. Others may call it
+        before they compute."""
         ...
 
     meanwhile: Callable[[], None] | None
@@ -77,78 +88,22 @@ class StepRunner(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Run:
-    """error: why no token of this run can be sampled, found when it started. table: room for its block table.
-
-    pooled: the embedding of its prompt, on the way.
-    """
-
-    start: NewSequence
-    sampler: RequestSampler | None
-    error: str | None = None
-    pooled: Pooled | None = None
-    table: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    num_pages: int = 0
-
-    def pages(self, row: ScheduledSequence) -> npt.NDArray[np.int32]:
-        """The block table with what `row` says of it: [P], valid until the run's next row."""
-        if row.first_page > self.num_pages:
-            raise ValueError(f"run {row.run_id}: page {row.first_page} is told of before page {self.num_pages}")
-        self.num_pages = row.first_page + len(row.block_table)
-        if self.num_pages > self.table.size:
-            more = np.empty(max(self.num_pages - self.table.size, self.table.size), np.int32)
-            self.table = np.concatenate((self.table, more))
-        if len(row.block_table):
-            self.table[row.first_page : self.num_pages] = row.block_table
-        return self.table[: self.num_pages]
-
-
-class KeptRows:
-    """Which rows' logits a step needs: those that sample, and prompt rows whose next token is to be scored."""
-
-    def __init__(self) -> None:
-        self.rows: list[int] = []  # indices into the flattened step
-        self.sampled: list[int] = []  # indices into rows, of each row that samples and of its draft tokens
-        self.scored: list[tuple[ScheduledSequence, int, int]] = []  # row, first index into rows, how many
-
-    def add(self, row: ScheduledSequence, first: int, scored: int) -> None:
-        """Add what is kept of a row's logits. first: flattened index of the row's first token; scored: how many of its
-        tokens are followed by prompt."""
-        if scored:
-            self.scored.append((row, len(self.rows), scored))
-            self.rows.extend(range(first, first + scored))
-        if row.is_sampled:
-            count = 1 + row.num_drafts
-            self.sampled.extend(range(len(self.rows), len(self.rows) + count))
-            self.rows.extend(range(first + row.num_tokens - count, first + row.num_tokens))
-
-
-@dataclass(frozen=True, slots=True)
-class StepTensors:
-    """The inputs of a step, as the runner takes them: ids and positions [T], and which rows' logits are kept."""
-
-    kept: KeptRows
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    context: ForwardContext
-    keep: torch.Tensor
-    sources: Sequence[tuple[int, int]] = ()  # (index of a token, sampled row of the step before that it is)
-
-
 class PagedExecutor:
     """Executes steps in their order. One caller at a time.
 
-    expert_counts: see ExpertStats.totals; asked after each step. mask_of: asked when a run starts, for what
-    decides which tokens may come next (structured output). take_counts: see ExpertStats.take_counts; after each step.
-    eos_token_ids: see RequestSampler. recorder: takes what steps took while a profile is written; set
-    between steps. new_runtime: makes what records what is below Python, for a recorder. tiers: what is below the cache.
-    take_hot: what is new of experts in slots of GPUs, see StepResult.hot; after each step. mend_model: see
-    Ranks.recover. find_damage: what to say of the weights where logits or an embedding are no numbers.
+    expert_counts, take_counts: see ExpertStats.totals and take_counts; asked after each step while counts_experts says
+    that somebody wants to know. mask_of: asked when a run starts, for what decides which tokens may come next
+    (structured output). eos_token_ids: see RequestSampler. recorder: takes what steps took while a profile is written;
+    set between steps. new_runtime: makes what records what is below Python, for a recorder. tiers: what is below the
+    cache. hand_over: called in steps that do not run apart when others may have Python, if the runner knows of such a
+    moment; not in every step. take_hot: what is new of experts in slots of GPUs, see StepResult.hot; after each step.
+    mend_model: see Ranks.recover. find_damage: what to say of the weights where logits or an embedding are no numbers.
     """
 
     recorder: Recorder | None = None
     tiers: TieredCache | None = None
+    counts_experts = True
+    hand_over: Callable[[], None] | None = None
     new_runtime: Callable[[], Runtime | None] = staticmethod(lambda: None)
     take_hot: Callable[[], tuple[int, int, int, int]] = staticmethod(lambda: (0, 0, 0, 0))
     mend_model: Callable[[], None] = staticmethod(lambda: None)
@@ -170,9 +125,10 @@ class PagedExecutor:
         self._mask_of = mask_of or (lambda start: None)
         self._eos_token_ids = tuple(eos_token_ids)
         self._counted = expert_counts()  # as it was after the last step
-        self._runs: dict[int, _Run] = {}
+        self._runs: dict[int, ExecutorRun] = {}
         self._previous: list[int] = []  # tokens that the step before sampled, by sampled row
         self._begun: dict[int, StepTensors] = {}  # by step
+        self._step = self._new_step()  # of `execute`, which ends before the next one is written
 
     @property
     def num_runs(self) -> int:
@@ -199,25 +155,45 @@ class PagedExecutor:
         Raises StageLostError.
         """
         if self.runner.begins_ahead and plan.rows and all(row.token_source is None for row in plan.rows):
-            made = self._inputs(plan)
+            made = self._inputs(plan, self._new_step())
             self.runner.begin(made.token_ids, made.positions, made.context, made.keep)
             self._begun[plan.step_id] = made
 
     def prepare(self, plan: StepPlan) -> None:
         """Make the inputs of the step that `execute` gets next, but for tokens that are not sampled yet."""
         if plan.rows:
-            self._begun[plan.step_id] = self._inputs(plan)
+            self._begun[plan.step_id] = self._inputs(plan, self._new_step())
 
-    def _inputs(self, plan: StepPlan) -> StepTensors:
-        """What the step's rows come to, its new runs begun."""
+    def _new_step(self) -> OneTokenStep:
+        """For a step whose inputs are made while those of another one are read."""
+        return OneTokenStep(self._cache, self._pool)
+
+    def _inputs(self, plan: StepPlan, one_token: OneTokenStep) -> StepTensors:
+        """What the step's rows come to, its new runs begun. one_token: what is written where there is but one."""
         for start in plan.starts:
             self._runs[start.run_id] = self._started(start)
-        rows, kept = plan.rows, self._kept(plan.rows)
+        rows = plan.rows
+        runs = [self._runs[row.run_id] for row in rows]
+        if len(rows) == 1 and rows[0].num_tokens == 1:
+            return self._one_token(rows[0], runs, one_token)
+        kept = kept_of(rows, runs)
         token_ids, sources = self._token_ids(rows)
-        tables = [self._runs[row.run_id].pages(row) for row in rows]
+        tables = [run.pages(row) for run, row in zip(runs, rows, strict=True)]
         positions, context = paged_context(self._cache, self._pool, rows, tables)
         keep = torch.from_numpy(np.array(kept.rows, dtype=np.int64))
-        return StepTensors(kept, torch.from_numpy(token_ids), positions, context, keep, sources)
+        return StepTensors(runs, kept, torch.from_numpy(token_ids), positions, context, keep, sources)
+
+    @staticmethod
+    def _one_token(row: ScheduledSequence, runs: Sequence[ExecutorRun], step: OneTokenStep) -> StepTensors:
+        """`_inputs` of a step of one token: what every token of a chat waits for."""
+        context = step.context(row, runs[0].pages(row))
+        if not row.is_sampled or runs[0].start.params.prompt_logprobs is not None:
+            kept = kept_of([row], runs)
+            keep = torch.zeros(len(kept.rows), dtype=torch.int64)
+        else:
+            kept, keep = ONE_KEPT, FIRST_ROW
+        sources = () if row.token_source is None else ((0, row.token_source),)
+        return StepTensors(runs, kept, step.token_ids, step.positions, context, keep, sources)
 
     @property
     def runs_apart(self) -> bool:
@@ -239,16 +215,17 @@ class PagedExecutor:
         if not plan.rows:
             return StepResult(step_id=plan.step_id, results=[], tiers=self._tier_result())
         copied_ns = time.monotonic_ns()
-        inputs = self._begun.pop(plan.step_id, None) or self._inputs(plan)
+        inputs = self._begun.pop(plan.step_id, None) or self._inputs(plan, self._step)
         for index, source in inputs.sources:
             inputs.token_ids.numpy()[index] = self._previous[source]
-        self.runner.meanwhile = meanwhile
+        self.runner.meanwhile = meanwhile or self.hand_over
         kept, recorder = inputs.kept, self.recorder
         if recorder is not None:
             recorder.begin_step(plan.step_id, plan.num_tokens, [kept.rows[at] for at in kept.sampled])
         logits = self._forward(plan.rows, inputs)
         sampling_ns = time.monotonic_ns()
-        results = self._embedded(plan.rows, self._sample(plan.rows, _rows(logits, kept.sampled)))
+        results = self._sample(plan.rows, inputs.runs, rows_of(logits, kept.sampled, len(kept.rows)))
+        results = self._embedded(plan.rows, inputs.runs, results)
         self._previous = [_last_token(result) for result in results]
         sampling_ns = time.monotonic_ns() - sampling_ns
         scored = [self._score(row, _whole(logits)[at : at + count]) for row, at, count in kept.scored]
@@ -256,17 +233,22 @@ class PagedExecutor:
         if recorder is not None:
             drawn = [sum(1 for _ in result.tokens) for result in results]
             recorder.end_step(self._record(plan, kept, drawn, (began_ns, ended_ns, sampling_ns), recorder.epoch))
-        before, self._counted = self._counted, self._expert_counts()
+        experts, counts = self._experts_used() if self.counts_experts else ((0, 0, 0), b"")
         return StepResult(
             step_id=plan.step_id,
             results=results,
             prompt_logprobs=scored,
             seconds=(ended_ns - began_ns) / 1e9,
-            experts=_difference(self._counted, before),
-            expert_counts=self._take_counts(),
+            experts=experts,
+            expert_counts=counts,
             hot=self.take_hot(),
             tiers=self._tier_result((ended_ns - copied_ns) / 1e9),
         )
+
+    def _experts_used(self) -> tuple[tuple[int, int, int], bytes]:
+        """What StepResult has of experts, since this was asked last."""
+        before, self._counted = self._counted, self._expert_counts()
+        return _difference(self._counted, before), self._take_counts()
 
     def _tier_result(self, row_seconds: float = 0.0) -> TierResult | None:
         return None if self.tiers is None else self.tiers.result(row_seconds)
@@ -296,48 +278,24 @@ class PagedExecutor:
             sampling_ns=times[2] if sampled else None,
         )
 
-    def _started(self, start: NewSequence) -> _Run:
+    def _started(self, start: NewSequence) -> ExecutorRun:
         try:
             prompt_ids = start.token_ids[: start.prompt_len]
             sampler = RequestSampler(
                 start.params, prompt_ids, self._vocab_size, self._mask_of(start), eos_token_ids=self._eos_token_ids
             )
         except KTransformersError as error:
-            return _Run(start, None, str(error))
+            return ExecutorRun(start, None, str(error))
         for token_id in start.token_ids[start.prompt_len :]:
             sampler.commit(token_id)
         sampler.begin()
         pooling = start.params.pooling if len(start.token_ids) == start.prompt_len else None
-        return _Run(start, sampler, pooled=None if pooling is None else Pooled(pooling))
-
-    def _kept(self, rows: Sequence[ScheduledSequence]) -> KeptRows:
-        kept, first = KeptRows(), 0
-        for row in rows:
-            start = self._runs[row.run_id].start
-            scored = 0
-            if start.params.prompt_logprobs is not None:
-                scored = max(min(row.start + row.num_tokens, start.prompt_len - 1) - row.start, 0)
-            kept.add(row, first, scored)
-            first += row.num_tokens
-        return kept
-
-    def _needs(self, rows: Sequence[ScheduledSequence], kept: KeptRows) -> list[int] | None:
-        """What choosing tokens takes of the kept rows (engine.sampling.logits_request); None where some are scored."""
-        if kept.scored:
-            return None
-        needs: list[int] = []
-        for row in rows:
-            if row.is_sampled:
-                sampler = self._runs[row.run_id].sampler
-                needs.append(BEST_TOKEN if sampler is None else sampler.logits_request)
-                needs += [BEST_TOKEN if sampler is None else sampler.later_request] * row.num_drafts
-        return needs
+        return ExecutorRun(start, sampler, pooled=None if pooling is None else Pooled(pooling))
 
     def _forward(self, rows: Sequence[ScheduledSequence], inputs: StepTensors) -> StepLogits:
         ids, positions, context, keep = inputs.token_ids, inputs.positions, inputs.context, inputs.keep
-        needs = self._needs(rows, inputs.kept)
-        pooled = [self._runs[row.run_id].pooled for row in rows]
-        if all(one is None for one in pooled):
+        needs, pooled = needs_of(rows, inputs), [run.pooled for run in inputs.runs]
+        if not any(pooled):
             return self.runner.reduced_step(ids, positions, context, keep, needs)
         with self.runner.hook.watch() as seen:
             logits = self.runner.reduced_step(ids, positions, context, keep, needs)
@@ -348,9 +306,13 @@ class PagedExecutor:
             first += row.num_tokens
         return logits
 
-    def _embedded(self, rows: Sequence[ScheduledSequence], results: list[RowResult]) -> list[RowResult]:
+    def _embedded(
+        self, rows: Sequence[ScheduledSequence], runs: Sequence[ExecutorRun], results: list[RowResult]
+    ) -> list[RowResult]:
         """With the embeddings of prompts that are complete. results: of the sampled rows, in order."""
-        runs = [self._runs[row.run_id] for row in rows if row.is_sampled]
+        if not any(run.pooled for run in runs):
+            return results
+        runs = [run for run, row in zip(runs, rows, strict=True) if row.is_sampled]
         pooled = [run.pooled for run in runs]
         for run in runs:
             run.pooled = None  # the embedding comes with the first token
@@ -371,8 +333,6 @@ class PagedExecutor:
 
     def _token_ids(self, rows: Sequence[ScheduledSequence]) -> tuple[npt.NDArray[np.int64], list[tuple[int, int]]]:
         """The tokens of rows, and which of them are still to be sampled: see StepTensors.sources."""
-        if len(rows) == 1 and rows[0].token_source is None:
-            return np.array(rows[0].token_ids, dtype=np.int64), []
         found, sources = list[int](), list[tuple[int, int]]()
         for row in rows:
             if row.token_source is None:
@@ -382,37 +342,44 @@ class PagedExecutor:
                 found.append(0)
         return np.array(found, dtype=np.int64), sources
 
-    def _sample(self, rows: Sequence[ScheduledSequence], logits: StepLogits) -> list[RowResult]:
+    def _sample(
+        self, rows: Sequence[ScheduledSequence], runs: Sequence[ExecutorRun], logits: StepLogits
+    ) -> list[RowResult]:
         """One result per sampled row, in order. logits: of the sampled rows, each with its draft tokens behind it.
 
         Draft tokens count one after the other: what is drawn behind one depends on those before it, by penalties and
         grammars.
         """
-        sampled = [row for row in rows if row.is_sampled]
+        sampled = [(run, row) for run, row in zip(runs, rows, strict=True) if row.is_sampled]
+        if not any(row.num_drafts for _, row in sampled):
+            return self._draw(sampled, 0, logits)
         found: list[list[RowResult]] = [[] for _ in sampled]
-        firsts = np.cumsum([0, *(1 + row.num_drafts for row in sampled)]).tolist()
-        left = list(range(len(sampled)))  # those whose next token is to be drawn
-        for depth in range(1 + max((row.num_drafts for row in sampled), default=0)):
+        firsts = [0, *itertools.accumulate(1 + row.num_drafts for _, row in sampled)]
+        left, depth = list(range(len(sampled))), 0  # those whose next token is to be drawn
+        while left:
             places = [firsts[i] + depth for i in left]
-            results = self._draw([sampled[i] for i in left], depth, _rows(logits, places))
+            results = self._draw([sampled[i] for i in left], depth, rows_of(logits, places, firsts[-1]))
             for i, result in zip(left, results, strict=True):
                 if not depth or result.error is None:  # else the next step has the error, as without drafts
                     found[i].append(result)
-            left = [i for i, result in zip(left, results, strict=True) if _is_drafted(sampled[i], depth, result)]
-            if not left:
-                break
+            left = [i for i, result in zip(left, results, strict=True) if _is_drafted(sampled[i][1], depth, result)]
+            depth += 1
         return [first if not more else msgspec.structs.replace(first, more=more) for first, *more in found]
 
-    def _draw(self, sampled: Sequence[ScheduledSequence], depth: int, logits: StepLogits) -> list[RowResult]:
+    def _draw(
+        self, sampled: Sequence[tuple[ExecutorRun, ScheduledSequence]], depth: int, logits: StepLogits
+    ) -> list[RowResult]:
         """The tokens behind the depth'th draft token of each row, which is right. logits: one row for each."""
-        runs = [self._runs[row.run_id] for row in sampled]
-        good = [i for i, run in enumerate(runs) if run.sampler is not None]
-        samplers = [run.sampler for run in runs if run.sampler is not None]
-        positions = [sampled[i].start + sampled[i].num_tokens - sampled[i].num_drafts + depth for i in good]
-        results = [RowResult(None, error=run.error) for run in runs]
-        for i, sampler, token in zip(
-            good, samplers, sample_each(_rows(logits, good), samplers, positions, self._pool), strict=True
-        ):
+        results, good = list[RowResult](), list[int]()
+        samplers, positions = list[RequestSampler](), list[int]()
+        for run, row in sampled:
+            if run.sampler is not None:
+                good.append(len(results))
+                samplers.append(run.sampler)
+                positions.append(row.start + row.num_tokens - row.num_drafts + depth)
+            results.append(RowResult(None, error=run.error))
+        tokens = sample_each(rows_of(logits, good, len(results)), samplers, positions, self._pool)
+        for i, sampler, token in zip(good, samplers, tokens, strict=True):
             if isinstance(token, KTransformersError):
                 results[i] = RowResult(None, error=self._said(token))
             else:
@@ -439,13 +406,6 @@ def _is_drafted(row: ScheduledSequence, depth: int, result: RowResult) -> bool:
 def _last_token(result: RowResult) -> int:
     *_, last = result.tokens
     return 0 if last.token_id is None else last.token_id
-
-
-def _rows(logits: StepLogits, wanted: list[int]) -> StepLogits:
-    """Rows in ascending order; no copy when they are all wanted."""
-    if len(wanted) == len(logits):
-        return logits
-    return logits[wanted] if isinstance(logits, torch.Tensor) else logits.rows(wanted)
 
 
 def _whole(logits: StepLogits) -> torch.Tensor:

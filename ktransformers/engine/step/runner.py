@@ -30,7 +30,8 @@ class ModelRunner:
     whether these may begin steps while this one runs others: they are stages before it. send_output: called with the
     rows of each step that this process follows, for a stage that gives hidden states to the next one.
 
-    meanwhile: called in a step on GPUs between its launch and its end, once for each time it is set.
+    meanwhile: called once for each time it is set: in a step on GPUs between its launch and its end, in one on the CPU
+    before its layers, when Python is left to others for long.
     """
 
     meanwhile: Callable[[], None] | None = None
@@ -86,7 +87,7 @@ class ModelRunner:
         forward, layout = self._pass, self._pass.layout
         if layout is None:
             self._begin_step(token_ids, positions, context, keep, is_padded=False)
-            whole = forward.on_cpu(token_ids, positions, context, keep)
+            whole = forward.on_cpu(token_ids, positions, context, keep, self._take_meanwhile())
             self._is_apart = False
             return whole
         decode = None if self.hook.is_open else self._decode
@@ -201,9 +202,13 @@ class ModelRunner:
             self._profile.fetch()
         for follower in self._pass.layout.followers:
             follower.launched()
-        meanwhile, self.meanwhile = self.meanwhile, None
+        meanwhile = self._take_meanwhile()
         if meanwhile is not None:
             meanwhile()
+
+    def _take_meanwhile(self) -> Callable[[], None] | None:
+        meanwhile, self.meanwhile = self.meanwhile, None
+        return meanwhile
 
     @torch.inference_mode()
     def profile_gpus(self, on: bool) -> GpuProfile | None:

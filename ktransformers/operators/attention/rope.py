@@ -77,6 +77,14 @@ def _say_settled(kind: str, max_len: int) -> None:
     logger.info("RoPE of type %s: every step has the factors of %d positions (--cache_lens)", kind, max_len)
 
 
+def _last(positions: torch.Tensor) -> int:
+    """The largest position; -1 without any."""
+    count = positions.numel()
+    if count == 1:  # of a token of a chat; to look for the largest takes ten times as long
+        return int(positions.item())
+    return int(positions.max()) if count else -1
+
+
 def _table_rows(needed: int) -> int:
     return (needed + TABLE_STEP - 1) // TABLE_STEP * TABLE_STEP
 
@@ -159,7 +167,7 @@ class KRotaryEmbedding(WrapperOperator):
         if position_ids.dim() == 3:  # time, height and width [3, 1, T], which are one for text
             position_ids = position_ids[0]
         if not self.device.is_gpu:
-            needed = int(position_ids.max()) + 1 if position_ids.numel() else 0
+            needed = _last(position_ids) + 1
             if not self._tables or self._tables[layer_type][0].shape[0] < needed:
                 self._grow(x, needed)
         at = self.device.move(position_ids)

@@ -145,6 +145,74 @@ def test_threads_call_and_post_at_once(make: Make) -> None:
         assert made.answer(str(number)) == naive([number, 2], 6)
 
 
+# --- handing over ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("knows_when", [True, False], ids=["in the step", "behind it"])
+def test_what_is_delivered_is_handed_over_in_the_next_step_or_when_none_follows(
+    make: Make, knows_when: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While readers are given what a step has made, the next one is computed."""
+    said = list[str]()
+    made = make(hand_over=lambda: said.append("hand over"))
+    executor = made.loop.engine.executor
+    step, deliver = executor.runner.reduced_step, made.loop._deliver
+
+    def computed(*args: Any) -> Any:
+        said.append("begin")
+        if knows_when and executor.runner.meanwhile is not None:
+            executor.runner.meanwhile()
+        said.append("compute")
+        return step(*args)
+
+    def delivered(driver: SchedulerDriver) -> None:
+        said.append("deliver")
+        deliver(driver)
+
+    monkeypatch.setattr(executor.runner, "reduced_step", computed)
+    made.loop.call(lambda: monkeypatch.setattr(made.loop, "_deliver", delivered))
+    del said[:]
+    made.loop.post(added("a", count=2))
+    assert made.answer("a") == naive(PROMPT, 2)
+    made.loop.call(lambda: None)
+    in_step = ["hand over"] if knows_when else []
+    one = ["begin", *in_step, "compute", "hand over", "deliver"]
+    steps = said[said.index("begin") :]
+    assert steps[: 3 * len(one)] == 3 * one  # two chunks of the prompt
+    assert steps[3 * len(one)] == "hand over"
+
+
+def test_what_is_delivered_is_handed_over_before_a_call_and_at_the_end(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting, handed = list[int](), list[int]()
+
+    def hand_over() -> None:
+        handed.extend(waiting)
+        waiting.clear()
+
+    made = make(hand_over=hand_over)
+    monkeypatch.setattr(made.loop, "_ended", lambda: waiting.extend(handed))
+    steps = Stepping(monkeypatch, 3)
+    made.loop.post(added("a", count=50))
+    while steps.num_taken < 3:
+        made.loop.call(lambda: None)
+    made.loop.call(lambda: waiting.append(1))
+    assert made.loop.call(lambda: list(handed)) == [1]
+    made.loop.call_soon(lambda: waiting.append(2))
+    made.loop.close()
+    assert waiting == [1, 2]
+
+
+def test_the_experts_of_steps_are_not_kept_for_news_that_nobody_takes(make: Make) -> None:
+    engine = fake()
+    engine.executor._expert_counts, engine.executor._take_counts = lambda: (4, 1, 4), lambda: b"a count."
+    made = make(lambda report: engine)
+    made.loop.post(added("a"))
+    assert made.answer("a") == naive(PROMPT, 6)
+    assert made.loop.call(lambda: made.loop.driver.take_news([], None)).expert_counts == b""
+
+
 # --- steps that fail -------------------------------------------------------------------------------------------------
 
 

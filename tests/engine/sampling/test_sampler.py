@@ -32,6 +32,45 @@ def test_uniforms_depend_on_seed_and_position_only() -> None:
     assert abs(many.mean() - 0.5) < 5 * math.sqrt(1 / 12 / 20000)  # five standard errors
 
 
+class _Idle:
+    """A mask that allows all tokens."""
+
+    def commit(self, token_id: int) -> None: ...
+
+    def begin(self) -> None: ...
+
+    def allowed(self) -> None: ...
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1.0])
+@pytest.mark.parametrize("is_contiguous", [True, False])
+def test_requests_that_change_nothing_get_what_they_get_among_others(bad: float, is_contiguous: bool) -> None:
+    """A request with a mask, though of all tokens, goes the way of those that change logits."""
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(3)) * 3
+    logits[2, 7] = bad
+    if not is_contiguous:
+        logits = logits.T.contiguous().T
+    params = [SamplingParams(temperature=0.0, seed=1), *(SamplingParams(temperature=t, seed=2) for t in (0.7, 2.0))]
+    all_params = [*params, SamplingParams(temperature=0.9, top_k=3, seed=4), params[0]]
+    positions = [3, 4, 5, 6, 7]
+    plain, masked = ([RequestSampler(one, [1], 40, mask) for one in all_params] for mask in (None, _Idle()))
+    assert [one.is_plain for one in plain + masked] == [True] * 5 + [False] * 5
+    got, want = (sample_each(logits, samplers, positions) for samplers in (plain, masked))
+    assert list(map(str, got)) == list(map(str, want))
+    assert isinstance(got[2], KTransformersError) == (bad != 1.0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"logprobs": 0}, {"frequency_penalty": 0.1}, {"presence_penalty": 0.1}, {"repetition_penalty": 1.1},
+        {"logit_bias": {3: 1.0}}, {"allowed_token_ids": (3,)}, {"min_tokens": 2, "stop_token_ids": (3,)},
+    ],
+)  # fmt: skip
+def test_requests_that_change_or_ask_for_something_are_not_plain(changes: dict[str, object]) -> None:
+    assert not RequestSampler(SamplingParams(**changes), [], 40).is_plain  # type: ignore[arg-type]
+
+
 def choose(sampler: RequestSampler, logits: np.ndarray, numbers: list[float]) -> list[int]:
     """The tokens for raw logits [V] and each of the numbers."""
     rows, adjusted = torch.from_numpy(logits).repeat(len(numbers), 1), sampler.adjusted(logits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.step.fused_decode import find_fused_decode
+from ktransformers.operators.attention.rope import KRotaryEmbedding
+from ktransformers.operators.layers.native_stack import NativeStack
 from tests.support.engines.one_sequence import static_engine
 from tests.support.engines.runners import random_ids, stacked_runner
 from tests.support.models.agreement import TOLERANCE
@@ -89,3 +92,36 @@ def test_whoever_looks_at_the_model_sees_it(tmp_path: Path) -> None:
         assert engine.runner.steps._pass.short.is_wanted
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("is_short", [True, False])
+def test_python_is_left_to_others_before_the_layers(
+    is_short: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for each time that somebody wants to know, and behind what is done in Python before them."""
+    write_safetensors(tiny_model("qwen3_moe"), tmp_path)
+    engine = static_engine(EngineConfig(model_path=tmp_path, cache_lens=32, cpu_infer=1))
+    said = list[str]()
+    try:
+        steps = engine.runner.steps
+        if not is_short:
+            steps._pass.short = None
+        for kind, name in ((NativeStack, "layers"), (KRotaryEmbedding, "angles")):
+            forward = kind.forward
+            monkeypatch.setattr(kind, "forward", _telling(said, name, forward))
+        steps.meanwhile = lambda: said.append("meanwhile")
+        engine.runner.forward([3], 0, [0])
+        first = ["angles", "meanwhile", "layers"] if is_short else ["meanwhile", "angles", "layers"]
+        assert said == first
+        engine.runner.forward([4], 1, [0])
+        assert said == [*first, "angles", "layers"]
+    finally:
+        engine.close()
+
+
+def _telling(said: list[str], name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def told(*args: Any, **kwargs: Any) -> Any:
+        said.append(name)
+        return forward(*args, **kwargs)
+
+    return told
