@@ -53,7 +53,7 @@ class DraftPlanner:
 
     def add_step(self, step: PlannedStep, seconds: float) -> None:
         """Note what a step took, with all that lies between steps."""
-        if self.most and step.num_decodes == step.num_rows:
+        if self.most and all(row.is_decode for row in step.rows):
             self._costs.add(step.num_rows, seconds)
 
     def drafts(self, decodes: Seq[Sequence], prefills: Seq[Sequence]) -> list[list[int]]:
@@ -61,11 +61,22 @@ class DraftPlanner:
 
         None beside prompts, which use the time better, nor where the last token of a sequence is not known yet.
         """
-        known = [seq for seq in decodes if seq.run is not None and not seq.run.num_pending and seq.completion_len]
-        if not self.most or prefills or len(known) < len(decodes):
+        if not self.most or prefills or not self._may_pay(decodes):
             return [[] for _ in decodes]
         counts = self._counts([self._chances(seq, self._most_of(seq)) for seq in decodes])
         return [self._drafter(seq).draft(count) if count else [] for seq, count in zip(decodes, counts, strict=True)]
+
+    def _may_pay(self, decodes: Seq[Sequence]) -> bool:
+        """Whether all last tokens are known, and any draft token is likely enough. Most steps end here."""
+        if not self._costs.knows(len(decodes)):
+            return False  # what a step without drafts takes has to be known first
+        likeliest = 0.0
+        for seq in decodes:
+            if seq.run is None or seq.run.num_pending or not seq.completion_len:
+                return False
+            drafter = seq.drafter or self._drafter(seq)
+            likeliest = max(likeliest, *drafter.chances(1), 0.0)
+        return likeliest > self._costs.least_chance(len(decodes), MARGIN)
 
     def awaits_tokens(self, running: Seq[Sequence], decodes: Seq[Sequence], prefills: Seq[Sequence]) -> bool:
         """Whether the step in flight is to be committed before the next one is planned: it runs draft tokens, or the
@@ -105,7 +116,7 @@ class DraftPlanner:
         """How many draft tokens each sequence gets. chances: see `_chances`, of each."""
         counts, rows, costs = [0] * len(chances), len(chances), self._costs
         if not any(chances) or not costs.knows(rows):
-            return counts  # what a step without drafts takes has to be known first
+            return counts
         drafts = [_Draft(i, depth, chance) for i, one in enumerate(chances) for depth, chance in enumerate(one)]
         drafts.sort(key=lambda draft: (-draft.chance, draft.depth))
         tokens, best, chosen = float(rows), MARGIN * rows / costs.seconds(rows), 0

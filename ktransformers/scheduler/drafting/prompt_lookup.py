@@ -23,7 +23,7 @@ MIN_MATCH = 2
 MAX_MATCH = 16
 """Tokens that are compared: a longer match tells no more."""
 
-MAX_CANDIDATES = 16
+MAX_CANDIDATES = 8
 """Places that are compared, the latest ones."""
 
 PACE = 4096
@@ -95,17 +95,19 @@ class PromptLookup:
 
     def _find(self) -> None:
         """Find the longest match among the latest places of its chain, the latest of several."""
-        self.match_len = 0
-        ids, size = self._ids, len(self._ids)
-        if size < MIN_MATCH or len(self._before) < size:
+        self.match_len = best = 0
+        ids, size, before = self._ids, len(self._ids), self._before
+        if size < MIN_MATCH or len(before) < size:
             return  # or it is not all in chains yet
-        place = self._latest[self._hash(size)]
+        place, last, last_but_one = self._latest[self._hash(size)], ids[-1], ids[-2]
         for _ in range(MAX_CANDIDATES):
             if place < 0:
-                return
-            length = 0
-            while length < min(place, MAX_MATCH) and ids[place - 1 - length] == ids[size - 1 - length]:
-                length += 1
-            if length >= MIN_MATCH and length > self.match_len:
-                self._next, self.match_len = place, length
-            place = self._before[place]
+                break
+            if ids[place - 1] == last and ids[place - 2] == last_but_one:
+                length = MIN_MATCH
+                while length < min(place, MAX_MATCH) and ids[place - 1 - length] == ids[size - 1 - length]:
+                    length += 1
+                if length > best:
+                    self._next, best = place, length
+            place = before[place]
+        self.match_len = best

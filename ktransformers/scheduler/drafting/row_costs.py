@@ -15,6 +15,9 @@ __all__ = ["RowCosts"]
 _KEPT = 7
 """Times of a size that count: their median does."""
 
+_REFRESH = 8
+"""Steps after which more times of a size count that has enough of them."""
+
 _LIFETIME = 1024
 """Steps after which the times of a size are forgotten: contexts grow, loads change."""
 
@@ -29,18 +32,23 @@ class RowCosts:
         self._times: dict[int, deque[float]] = {}
         self._last: dict[int, int] = {}  # the step in which a size was last timed
         self._most, self._num_steps = most_rows, 0
-        self._line: list[float] | None = None
+        self._line: list[float] = []  # by rows, as far as it is told
+        self._least: dict[tuple[int, float], float] = {}
 
     def add(self, rows: int, seconds: float) -> None:
         """Note what a step of `rows` rows took."""
         self._num_steps += 1
         if not 0 < rows <= self._most or seconds <= 0:
             return
-        self._times.setdefault(rows, deque(maxlen=_KEPT)).append(seconds)
+        times = self._times.get(rows)
+        if times is None:
+            times = self._times[rows] = deque(maxlen=_KEPT)
+        times.append(seconds)
         self._last[rows] = self._num_steps
-        for size in [size for size, last in self._last.items() if self._num_steps - last > _LIFETIME]:
-            del self._times[size], self._last[size]
-        self._line = None
+        if len(times) < _KEPT or self._num_steps % _REFRESH == 0:
+            for size in [size for size, last in self._last.items() if self._num_steps - last > _LIFETIME]:
+                del self._times[size], self._last[size]
+            self._line, self._least = self._drawn(), {}
 
     def knows(self, rows: int) -> bool:
         """Whether steps of so many rows were timed of late."""
@@ -49,15 +57,25 @@ class RowCosts:
     @property
     def most_rows(self) -> int:
         """The largest size that `seconds` says anything of: twice what was timed of late."""
-        return min(2 * max(self._times, default=0), self._most)
+        return len(self._line) - 1 if self._line else 0
 
     def seconds(self, rows: int) -> float:
         """Return the seconds of a step of 1 .. most_rows rows, as far as they can be told."""
-        line = self._line = self._line or self._drawn()
-        return line[rows]
+        return self._line[rows]
+
+    def least_chance(self, rows: int, margin: float) -> float:
+        """Return the chance that a draft token must have for any to pay beside so many rows, of which `knows` is true:
+        tokens then come `margin` times as fast. It is the same for all calls, and as cheap as it can be."""
+        least = self._least.get((rows, margin))
+        if least is None:
+            alone = self._line[rows]
+            more = enumerate(self._line[rows + 1 :], 1)
+            least = min(((margin * seconds / alone - 1.0) * rows / num for num, seconds in more), default=2.0)
+            self._least[rows, margin] = least
+        return least
 
     def _drawn(self) -> list[float]:
-        """By rows, from 0 to most_rows; never less than for fewer rows."""
+        """By rows, from 0 on; never less than for fewer rows."""
         known = {rows: median(times) for rows, times in sorted(self._times.items())}
         first = next(iter(known))
         line, slope = [known[first]] * (first + 1), _FIRST_SLOPE * known[first] / first
@@ -66,4 +84,5 @@ class RowCosts:
             slope = max(known[rows] - line[-1], 0.0) / (rows - before)
             line += [line[-1] + slope * i for i in range(1, rows - before + 1)]
         last = len(line) - 1
-        return line + [line[last] + _LATER_SLOPE * slope * i for i in range(1, self.most_rows - last + 1)]
+        more = min(2 * last, self._most) - last
+        return line + [line[last] + _LATER_SLOPE * slope * i for i in range(1, more + 1)]

@@ -60,12 +60,29 @@ def test_medians_count() -> None:
 def test_sizes_that_were_not_timed_for_long_are_forgotten() -> None:
     costs = RowCosts(4)
     costs.add(2, 1.0)
-    for _ in range(1024):
+    for _ in range(1016):
         costs.add(1, 1.0)
     assert costs.knows(2)
-    costs.add(1, 1.0)
+    for _ in range(16):
+        costs.add(1, 1.0)
     assert not costs.knows(2)
     costs.add(9, 1.0)
     costs.add(3, 0.0)  # nobody knows
     assert not costs.knows(9)
     assert not costs.knows(3)
+
+
+def test_how_likely_a_draft_token_must_be() -> None:
+    costs = RowCosts(4)
+    costs.add(1, 10.0)
+    costs.add(2, 15.0)
+    costs.add(4, 40.0)
+    # (1 + c) / 15 against 1 / 10; with two more, (1 + 2c) / 27.5, with three (1 + 3c) / 40
+    assert costs.least_chance(1, 1.0) == pytest.approx(0.5)
+    assert costs.least_chance(1, 1.2) == pytest.approx(1.2 * 1.5 - 1)
+    costs = RowCosts(4)
+    costs.add(1, 10.0)
+    costs.add(2, 19.0)
+    costs.add(4, 19.0)
+    assert costs.least_chance(1, 1.0) == pytest.approx(0.9 / 3)
+    assert costs.least_chance(4, 1.0) == 2.0  # no more than four rows are ever run
