@@ -95,6 +95,12 @@ CONTEXT_OVERFLOWS = ("drop", "error")
 KV_DISK_SIZE_GB = 20.0
 """GiB of files with pages when nothing is said."""
 
+SPECULATIVES = ("auto", "off", "ngram")
+"""What `--speculative` accepts, the default first."""
+
+SPECULATIVE_TOKENS = 7
+"""Draft tokens of a sequence in a step at most when nothing is said: with the known token they are eight rows."""
+
 HOT_EXPERTS = ("off", "auto")
 """What `--hot_experts` accepts beside a number, the default first."""
 
@@ -189,6 +195,9 @@ def user_state_dir(system: str = sys.platform, environ: Mapping[str, str] = os.e
 
 
 _MAX_COUNT = (1 << 31) - 1
+MAX_DRAFTS = 63
+"""Draft tokens of a sequence in a step at most: each has the logits of a whole row."""
+
 _MAX_GB = 1 << 20
 _MAX_CACHE_LENS = 1 << 40  # what fits is known from the model; this only keeps sizes in 64 bits
 
@@ -318,6 +327,10 @@ class EngineConfig:
     stage_hosts: where `ktransformers stage` runs for the stages but the last one, in their order, HOST:PORT,HOST:PORT;
         "" for processes of this machine. stage_key_file: what the driver proves to them that it is one with.
     tensor_parallel: GPUs over which attention and dense parts of every layer are cut, a process each.
+    speculative: where draft tokens come from, which steps run behind the known one and which are accepted where they
+        are what is sampled anyway: "ngram", what followed the last tokens where they stood before; "auto", that on the
+        CPU; "off". Answers are the same.
+    speculative_tokens: draft tokens of a sequence in a step at most; as many as pay are taken.
     """
 
     model_path: Path | None = None
@@ -351,6 +364,8 @@ class EngineConfig:
     kv_disk_size_GB: float = KV_DISK_SIZE_GB
     spread_layers: bool = False
     self_check: bool = True
+    speculative: str = SPECULATIVES[0]
+    speculative_tokens: int = SPECULATIVE_TOKENS
     tensor_parallel: int = 1
     pipeline: int = 1
     pipeline_layers: str = ""
@@ -372,11 +387,12 @@ class EngineConfig:
         if self.model_path is not None and not Path(self.model_path).is_dir():
             hint = "; a weight file goes to --gguf_path" if Path(self.model_path).suffix != ".json" else ""
             raise ConfigError(f"--model_path {self.model_path} must be a folder that holds config.json{hint}")
-        for flag, least in (("cache_lens", 0), ("chunk_size", 0), ("max_new_tokens", 1), ("cpu_infer", 0)):
+        counts = {"cache_lens": 0, "chunk_size": 0, "max_new_tokens": 1, "cpu_infer": 0, "speculative_tokens": 1}
+        for flag, least in counts.items():
             value = getattr(self, flag)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise ConfigError(f"--{flag} must be a whole number, got {value!r:.40}")
-            most = _MAX_CACHE_LENS if flag == "cache_lens" else _MAX_COUNT
+            most = {"cache_lens": _MAX_CACHE_LENS, "speculative_tokens": MAX_DRAFTS}.get(flag, _MAX_COUNT)
             if not least <= value <= most:
                 limit = f"at most {most}" if value > most else f"at least {least}"
                 raise ConfigError(f"--{flag} must be {limit}, got {value}")
@@ -399,10 +415,15 @@ class EngineConfig:
             cpu_quant=None if self.cpu_quant is None else self.cpu_quant.lower(),
         )
 
+    def max_drafts(self, *, uses_gpus: bool) -> int:
+        """Return the most draft tokens of a sequence in a step; 0: none. uses_gpus: whether layers are on GPUs."""
+        is_off = self.speculative == "off" or (self.speculative == "auto" and uses_gpus)
+        return 0 if is_off else self.speculative_tokens
+
     def _check_choices(self) -> None:
         choices = {"cpu_prefill": CPU_PREFILLS, "cpu_bf16": CPU_BF16S, "attention_backend": ATTENTION_BACKENDS}
         choices |= {"sparse_attention": SPARSE_ATTENTIONS, "kv_type": KV_TYPES, "cpu_activations": CPU_ACTIVATIONS}
-        choices["attention_products"] = ATTENTION_PRODUCTS
+        choices |= {"attention_products": ATTENTION_PRODUCTS, "speculative": SPECULATIVES}
         for flag, known in choices.items():
             if getattr(self, flag) not in known:
                 raise ConfigError(f"--{flag} {getattr(self, flag)} is not one of {', '.join(known)}")

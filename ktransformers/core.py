@@ -111,7 +111,7 @@ class EmbeddingForm:
 
 _INF = float("inf")
 _REALS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
-_OPTIONAL_COUNTS = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
+_OPTIONAL_COUNTS = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "max_drafts")
 
 
 def _is_a(value: object, kind: type) -> bool:
@@ -242,6 +242,8 @@ class SamplingParams:
     constraint: what the answer must look like; also a dict as vLLM's structured_outputs: {"json": schema}. End tokens
     come where it is complete; with ignore_eos only where nothing else may come, and then they end the answer.
     reasoning: where the constraint begins, and how long reasoning may get; None: the answer has none.
+    max_drafts: most draft tokens of the answer in a step (scheduler/drafting); None: as many as the engine has it; 0:
+    none. It changes no answer.
     n: how many answers LLM and AsyncLLM give to each prompt; answer i draws with seed + i.
     structured_outputs, guided_decoding and the rest are vLLM's names for a constraint, of which they are one; they are
     None once they are read.
@@ -269,6 +271,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     constraint: Constraint | None = None
     reasoning: ReasoningSpec | None = None
+    max_drafts: int | None = None
     n: int = 1
     structured_outputs: Any = None
     guided_decoding: Any = None
@@ -315,6 +318,10 @@ class SamplingParams:
             (
                 self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20,
                 f"prompt_logprobs must be in [0, 20], got {self.prompt_logprobs}",
+            ),
+            (
+                self.max_drafts is None or 0 <= self.max_drafts < 1 << 31,
+                f"max_drafts must be at least 0, got {self.max_drafts}",
             ),
             (self.n >= 1, f"n must be at least 1, got {self.n}"),
             (self.allowed_token_ids is None or self.allowed_token_ids, "allowed_token_ids must not be empty"),
@@ -403,6 +410,8 @@ class GenerationStats:
     completion_len: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    num_drafted: int = 0  # draft tokens that were run (scheduler/drafting)
+    num_accepted: int = 0  # those of them that are the answer's
 
     @property
     def prefill_rate(self) -> float:

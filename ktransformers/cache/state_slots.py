@@ -2,7 +2,7 @@
 
     a slot is    held by                            comes from        goes to
     free         nobody                             release, drop     allocate(), begin_save()
-    running      one run, for as long as it lasts   allocate()        release()
+    running      one run, for as long as it lasts   allocate(), lend()  release()
     pending      a snapshot that a step writes      begin_save()      publish(): kept; release(): never was
     kept         the page whose end it belongs to   publish()         drop(); given to others, least recently used first
 
@@ -21,18 +21,19 @@ __all__ = ["StateSlots"]
 
 
 class StateSlots:
-    """Pool of slots 0 .. num_slots - 1 of states, of which num_running are for running sequences and the others for
-    snapshots.
+    """Pool of slots 0 .. num_slots - 1 of states, of which num_running are for running sequences, num_lent for further
+    states of these and the others for snapshots.
 
     Calls that break the table above raise RuntimeError: they are bugs of the caller.
     """
 
-    def __init__(self, num_slots: int, num_running: int):
-        if num_slots < num_running or num_running < 1:
+    def __init__(self, num_slots: int, num_running: int, num_lent: int = 0):
+        if num_slots < num_running + num_lent or num_running < 1:
             raise ValueError(f"{num_slots} slots of states are too few for {num_running} running sequences")
-        self.num_slots, self.max_snapshots = num_slots, num_slots - num_running
+        self.num_slots, self.max_snapshots, self._max_lent = num_slots, num_slots - num_running - num_lent, num_lent
         self._free = list(range(num_slots - 1, -1, -1))
         self._running: set[int] = set()
+        self._lent: set[int] = set()  # of those, as many as runs have beside their own
         self._pending: set[int] = set()
         self._kept: OrderedDict[int, int] = OrderedDict()  # slot by page, least recently used first
         self._used: set[int] = set()  # pages whose snapshot a run began from
@@ -61,6 +62,15 @@ class StateSlots:
             return None
         slot = self._free.pop()
         self._running.add(slot)
+        return slot
+
+    def lend(self) -> int | None:
+        """Take a slot for a run that has one already; None when all of these are taken, or before the next step."""
+        if len(self._lent) >= self._max_lent:
+            return None
+        slot = self.allocate()
+        if slot is not None:
+            self._lent.add(slot)
         return slot
 
     def begin_save(self) -> int | None:
@@ -122,6 +132,7 @@ class StateSlots:
         """Free the slot of a run that is over, or of a snapshot that is not wanted any more."""
         if slot in self._running:
             self._running.remove(slot)
+            self._lent.discard(slot)
         elif slot in self._pending:
             self._pending.remove(slot)
         else:

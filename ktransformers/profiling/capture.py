@@ -59,6 +59,8 @@ _SHOWN_VALUES = frozenset(
             "attention_backend",
             "attention_products",
             "sparse_attention",
+            "speculative",
+            "speculative_tokens",
         ),
         "kv_type",
         *("host", "port", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"),

@@ -65,7 +65,7 @@ class _Timed:
     line: dict[str, Any]
     layers_us: list[float] | None
     routed: Sequence[tuple[int, dict[int, list[int]]]]
-    rows: dict[str, int]
+    rows: dict[str, list[int]]  # of each request, those of the tokens that are still to be written
 
 
 @dataclass(slots=True)
@@ -201,8 +201,10 @@ class Joiner:
         critical = critical_ns(ops)
         if (ops["layer"] >= 0).any():
             per_layer = [round(ns / 1e3, 1) for ns in _by_layer(ops["layer"], critical, self.num_layers)]
-        rows = dict(step.sampled)
-        return _Timed(line, per_layer, _routed(found.calls, set(rows.values())), rows)
+        rows: dict[str, list[int]] = {}
+        for request, row in step.sampled:
+            rows.setdefault(request, []).append(row)
+        return _Timed(line, per_layer, _routed(found.calls, {row for _, row in step.sampled}), rows)
 
     def _layers(self, found: StepOps) -> int:
         known = [call.layer for call in found.calls]
@@ -245,7 +247,8 @@ class Joiner:
         """By layer, and why there are none."""
         if not timed.routed:
             return None, _NO_EXPERTS
-        row, found = timed.rows.get(request, -1), False
+        rows = timed.rows.get(request)
+        row, found = rows.pop(0) if rows else -1, False
         layers: list[list[int] | None] = [None] * self.num_layers
         for layer, ids_of in timed.routed:
             ids = ids_of.get(row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from ktransformers.scheduler.records import NewSequence, ScheduledSequence, StepPlan
@@ -14,7 +15,7 @@ __all__ = ["Batch", "PlannedRow", "PlannedStep"]
 
 @dataclass(eq=False, slots=True)
 class PlannedRow:
-    """The positions start .. end - 1 of one run in one step. Stale when seq.run is no longer this run."""
+    """Positions start .. end - 1 of one run in one step, draft tokens last. Stale: seq.run is not this run by now."""
 
     seq: Sequence
     run: RunningState
@@ -23,6 +24,12 @@ class PlannedRow:
     is_sampled: bool
     read_slot: int = -1
     saves: tuple[tuple[int, int], ...] = ()  # (length, slot) of states to keep
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it runs one known token: what is left of a prompt may be one, too, and takes as long."""
+        return self.end - self.start - len(self.drafts) == 1
 
     @property
     def is_stale(self) -> bool:
@@ -38,14 +45,19 @@ class PlannedStep:
     num_sampled: int
 
     @property
+    def seqs(self) -> dict[int, Sequence]:
+        """The sequences of rows that count, by the ids of their runs."""
+        return {row.run.run_id: row.seq for row in self.rows if not row.is_stale}
+
+    @property
     def num_rows(self) -> int:
         """Number of tokens of all sequences in the step."""
         return sum(row.end - row.start for row in self.rows)
 
     @property
     def num_decodes(self) -> int:
-        """Number of sequences of one token: what is left of a prompt may be one, too, and takes as long."""
-        return sum(row.end - row.start == 1 for row in self.rows)
+        """Number of tokens of sequences with one known token: those, and the draft tokens behind them."""
+        return sum(row.end - row.start for row in self.rows if row.is_decode)
 
     @property
     def num_prefilled(self) -> int:
@@ -68,18 +80,28 @@ class Batch:
     def __iter__(self) -> Iterator[PlannedRow]:
         return iter(self._rows.values())
 
-    def add(self, seq: Sequence, run: RunningState, num_tokens: int, saves: tuple[tuple[int, int], ...] = ()) -> None:
+    def add(
+        self,
+        seq: Sequence,
+        run: RunningState,
+        num_tokens: int,
+        saves: tuple[tuple[int, int], ...] = (),
+        drafts: Seq[int] = (),
+    ) -> None:
         """Run the next num_tokens tokens of a sequence, and move its plan forward by them.
 
-        saves: (length, slot) of the states that are to be kept.
+        saves: (length, slot) of the states that are to be kept. drafts: draft tokens behind those tokens, which are the
+        last known ones then.
         """
-        end = run.planned_len + num_tokens
-        is_sampled = end == seq.known_len + run.num_pending
-        self._rows[seq] = PlannedRow(seq, run, run.planned_len, end, is_sampled, run.read_slot, saves)
+        end = run.planned_len + num_tokens + len(drafts)
+        is_sampled = end == seq.known_len + run.num_pending + len(drafts)
+        row = PlannedRow(seq, run, run.planned_len, end, is_sampled, run.read_slot, saves, tuple(drafts))
+        self._rows[seq] = row
         run.read_slot = run.state_slot
-        self.budget -= num_tokens
+        self.budget -= end - row.start
         run.planned_len = end
-        run.num_pending += is_sampled
+        run.num_pending += is_sampled + len(drafts)
+        run.num_drafted += len(drafts)
         self.num_sampled += is_sampled
 
     def limit(self, num_tokens: int) -> None:
@@ -103,6 +125,7 @@ class Batch:
                 run.is_started = True
                 starts.append(_start_record(seq, run))
             token_ids = seq.token_ids[start : planned.end]
+            token_ids += planned.drafts
             rows.append(
                 ScheduledSequence(
                     run_id=run.run_id,
@@ -114,7 +137,8 @@ class Batch:
                     first_page=run.num_told,
                     read_slot=planned.read_slot,
                     write_slot=run.state_slot,
-                    saves=[(length - start - 1, slot) for length, slot in planned.saves],
+                    saves=_saves(planned),
+                    num_drafts=len(planned.drafts),
                 )
             )
             run.num_told = len(run.block_table)
@@ -122,6 +146,12 @@ class Batch:
                 run.sampled_index = num_sampled
                 num_sampled += 1
         return StepPlan(step_id=step_id, starts=starts, rows=rows, ended=ended, tiers=tiers)
+
+
+def _saves(row: PlannedRow) -> list[tuple[int, int]]:
+    """Which tokens of the row leave a state, and in which slot. A row with draft tokens has no snapshots."""
+    saves = [(length - row.start - 1, slot) for length, slot in row.saves]
+    return saves + list(enumerate(row.run.draft_slots[: len(row.drafts)]))
 
 
 def _start_record(seq: Sequence, run: RunningState) -> NewSequence:

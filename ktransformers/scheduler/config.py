@@ -9,7 +9,15 @@ from ktransformers.core import SNAPSHOT_ALIGN
 from ktransformers.errors import ConfigError
 from ktransformers.scheduler.limits import Limits
 
-__all__ = ["MAX_GAP_MS", "MAX_ITL_RATIO", "SchedulerConfig", "TierConfig", "check_itl_ratio", "check_max_gap"]
+__all__ = [
+    "MAX_DRAFT_STATES",
+    "MAX_GAP_MS",
+    "MAX_ITL_RATIO",
+    "SchedulerConfig",
+    "TierConfig",
+    "check_itl_ratio",
+    "check_max_gap",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +54,9 @@ def check_itl_ratio(ratio: float) -> None:
         raise ConfigError(f"--max_itl_ratio must be more than 1, or 0 for no limit, got {ratio}")
 
 
+MAX_DRAFT_STATES = 4
+"""Slots for states of recurrent layers in front of draft tokens: a state may be as large as thousands of positions."""
+
 MAX_GAP_MS = 500.0
 """What balance_serve takes where nobody says: the longest pause of a stream for the sake of prompts."""
 
@@ -74,6 +85,7 @@ class SchedulerConfig:
     layers. snapshot_interval: tokens between snapshots inside of a prompt, 0 for none; snapshot_align: all are taken
     behind multiples of it.
     tiers: where pages go besides; None: they are forgotten when the cache needs room.
+    max_drafts: most draft tokens of a row, see scheduler/drafting; 0: none.
     num_stages: processes that steps pass one after another. With several, as many steps are under way, each with a
     share of the sequences.
     """
@@ -93,13 +105,14 @@ class SchedulerConfig:
     max_itl_ratio: float = 0.0
     max_gap_ms: float = 0.0
     num_stages: int = 1
+    max_drafts: int = 0
 
     def __post_init__(self) -> None:
         positive = ("num_pages", "page_size", "chunk_size", "max_batch_size", "vocab_size", "snapshot_align")
         for name in (*positive, "num_stages"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("num_states", "snapshot_interval"):
+        for name in ("num_states", "snapshot_interval", "max_drafts"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
         check_itl_ratio(self.max_itl_ratio)
@@ -114,6 +127,11 @@ class SchedulerConfig:
     def max_in_flight(self) -> int:
         """Number of steps that are planned and not committed at most: one for each stage, and the next is ready."""
         return self.num_stages + 1
+
+    @property
+    def num_draft_states(self) -> int:
+        """Number of slots for states in front of draft tokens, of all sequences together."""
+        return min(self.max_drafts, MAX_DRAFT_STATES, max(self.num_states - self.max_running, 0))
 
     @property
     def total_len(self) -> int:

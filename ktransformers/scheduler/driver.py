@@ -67,6 +67,8 @@ class SchedulerDriver:
         self._updates: list[RequestUpdate] = []
         self._first_lens: dict[str, int] = {}  # length of the answer with its first new token, until that comes
         self._began: dict[str, float] = {}  # when those were first planned
+        self._planned: dict[int, float] = {}  # when the steps in flight were
+        self._committed = 0.0  # when the last one was taken in
         self._prefill_seconds: dict[str, float] = {}
         self._strikes: dict[str, list[int]] = {}  # epochs that died with a request's rows in flight
         self._steps_explained = -1  # steps there were when deaths were last explained
@@ -144,8 +146,9 @@ class SchedulerDriver:
         plan = self.scheduler.schedule()
         if plan is None:
             return None
+        now = self._planned[plan.step_id] = self._clock()
         if plan.starts or self._chunks is not None:
-            self._note_times(plan, self._clock())
+            self._note_times(plan, now)
         self._totals.num_tokens += plan.num_tokens
         if self._tracker is not None:
             self._tracker.planned(plan)
@@ -166,8 +169,11 @@ class SchedulerDriver:
         if self._strikes:
             for request_id in self.scheduler.in_flight_ids(result.step_id):
                 self._strikes.pop(request_id, None)
+        now = self._clock()
+        elapsed = now - max(self._planned.pop(result.step_id, now), self._committed)
+        self._committed = now
         updates = self.scheduler.commit(
-            result.step_id, result.results, result.prompt_logprobs, result.tiers, result.row_seconds
+            result.step_id, result.results, result.prompt_logprobs, result.tiers, result.row_seconds, elapsed
         )
         self._note_first_tokens(updates)
         if self._tracker is not None and result.had_rows:
@@ -240,6 +246,7 @@ class SchedulerDriver:
     def _drop_steps(self) -> None:
         if self._chunks is not None:
             self._chunks.lost()
+        self._planned.clear()
         self.scheduler.engine_lost()
 
     def _end_poisonous(self, request_id: str) -> None:

@@ -223,6 +223,16 @@ class PageTables:
         run.block_table.extend([self._new_page() for _ in range(missing)])
         return True
 
+    def drafts_that_fit(self, run: RunningState, drafts: Seq[int]) -> Seq[int]:
+        """Return as many of a run's draft tokens as there are slots for the states in front of them."""
+        return drafts if self.snapshots is None else drafts[: self.snapshots.draft_room(run, len(drafts))]
+
+    def shrink(self, run: RunningState) -> None:
+        """Take the pages back that cover nothing of the run's plan: of draft tokens that were rejected."""
+        while len(run.block_table) > self.pages_for(run.planned_len):
+            self._release(run.block_table.pop())
+        run.num_told = min(run.num_told, len(run.block_table))
+
     def _new_page(self) -> int:
         """A page with one holder; there must be one."""
         if not self._pool.num_free:

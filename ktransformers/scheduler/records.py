@@ -84,6 +84,9 @@ class ScheduledSequence(msgspec.Struct, frozen=True, kw_only=True):
     keeps. So a step says what is new, not again what a long prompt has filled.
     token_ids: the tokens to run; empty when token_source is set, which stands for one token.
     is_sampled: the logits of the last token choose the sequence's next token.
+    num_drafts: the row's last tokens, so many, are draft tokens. A token is then sampled behind each of the last 1 +
+    num_drafts tokens, one after the other, for as long as the one before it is the next draft token. The states in
+    front of these are in `saves`.
     read_slot, write_slot, saves: of recurrent layers, -1 and empty without: the slot of the state before the first
     token (-1: none, it begins with zeros), the one for the state behind the last, and (token of the row, slot) for
     states behind others.
@@ -99,6 +102,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, kw_only=True):
     read_slot: int = -1
     write_slot: int = -1
     saves: Sequence[tuple[int, int]] = ()
+    num_drafts: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -124,12 +128,22 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RowResult(msgspec.Struct, frozen=True):
-    """The result of one sampled row, filled by the engine. error: why this row, and only this one, has no token."""
+    """The result of one sampled row, filled by the engine. error: why this row, and only this one, has no token.
+
+    more: the tokens behind it, one for each draft token that was accepted.
+    """
 
     token_id: int | None
     logprobs: TokenLogprobs | None = None
     error: str | None = None
     embedding: bytes | None = None
+    more: Sequence[RowResult] = ()
+
+    @property
+    def tokens(self) -> Iterator[RowResult]:
+        """All tokens of the row, in their order."""
+        yield self
+        yield from self.more
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,6 +207,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
     completion_len: tokens of the answer so far, this one included.
     prompt_logprobs: of a stretch of the prompt; such an update may carry nothing else.
     embedding: with the first token, see TokenEvent.
+    num_drafted, num_accepted: draft tokens that were run for the answer so far, and those that were accepted.
     """
 
     request_id: str
@@ -206,6 +221,8 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
     is_expired: bool = False
     prompt_logprobs: PromptLogprobs | None = None
     embedding: bytes | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -214,6 +231,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
 
     num_used_pages: held by running sequences. num_idle_pages: held by nobody, kept for prefix hits, free when needed.
     prefix_query_len, prefix_hit_len: prompt tokens looked up at first admissions, and those found.
+    num_drafted, num_accepted: draft tokens that steps ran, and those that were accepted.
     """
 
     num_running: int
@@ -228,3 +246,5 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hit_len: int
     tiers: TierStats | None = None
     num_suspended: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0

@@ -29,6 +29,9 @@ results count only for runs that still exist:
     preempted, suspended            dropped; the token is sampled again, the same, in the next run
     engine lost                     dropped by step id
 
+A step that runs draft tokens (scheduler/drafting) is waited for, and so is one behind which they would pay. They take
+nobody's pages.
+
 A pipeline of several stages has as many steps under way. Then nobody is in two of them with a token that is not known,
 and decodes are shared out over the steps, so that all stages have work.
 
@@ -48,12 +51,14 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
 
 from ktransformers.core import PROMPT_LOGPROB_ROWS, AnswerEnd, FinishReason
-from ktransformers.scheduler.batch import Batch, PlannedStep
+from ktransformers.scheduler.batch import Batch, PlannedRow, PlannedStep
 from ktransformers.scheduler.config import SchedulerConfig
+from ktransformers.scheduler.drafting.planner import DraftPlanner
+from ktransformers.scheduler.integrity import Queues, check_queues, check_run
 from ktransformers.scheduler.page_tables import PageTables
 from ktransformers.scheduler.passing import Passing
 from ktransformers.scheduler.prefill_throttle import PendingPrefill, PrefillThrottle
@@ -68,7 +73,8 @@ from ktransformers.scheduler.records import (
 from ktransformers.scheduler.sequence import RunningState, Sequence
 from ktransformers.scheduler.shared_prompts import awaits_prefix
 from ktransformers.scheduler.tier_records import TierResult
-from ktransformers.scheduler.updates import update_of
+from ktransformers.scheduler.totals import SchedulerTotals, stats_of
+from ktransformers.scheduler.updates import scored_updates, update_of
 
 __all__ = ["Scheduler"]
 
@@ -78,17 +84,6 @@ MAX_FETCHING = 2
 """Of the waiting requests so many, the first ones, have their pages read from files while max_running others run."""
 
 _rank = attrgetter("rank")
-
-
-@dataclass(slots=True)
-class _Totals:
-    """What SchedulerStats counts from the start."""
-
-    num_preemptions: int = 0
-    num_expired: int = 0
-    num_engine_losses: int = 0
-    prefix_query_len: int = 0
-    prefix_hit_len: int = 0
 
 
 class Scheduler:
@@ -101,6 +96,7 @@ class Scheduler:
         ratio, max_gap = config.max_itl_ratio, config.max_gap_ms / 1000
         self._throttle = PrefillThrottle(ratio, max_gap) if ratio else None
         self._passing = Passing(config.chunk_size)
+        self._drafts = DraftPlanner(config)
         self._requests: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []  # by rank
         self._running: list[Sequence] = []  # by rank
@@ -110,7 +106,7 @@ class Scheduler:
         self._deadlines: dict[str, float] = {}
         self._arrivals, self._run_ids = itertools.count(), itertools.count(1)
         self._next_step = 1
-        self._totals = _Totals()
+        self._totals = SchedulerTotals()
         self.max_admitted: int | None = None  # a lower limit on running sequences, for admissions to come
 
     # Requests come and go.
@@ -247,11 +243,13 @@ class Scheduler:
         tiers = self._pages.kv_offload
         if tiers is not None and tiers.awaits_listing:
             return None if self._in_flight else self._plan(Batch(self.config.chunk_size))
+        decodes, prefills = self._runnable()
+        if self._in_flight and self._drafts.awaits_tokens(self._running, decodes, prefills):
+            return None
         self._pages.begin_step()
         batch = Batch(self.config.chunk_size)
-        decodes, prefills = self._runnable()
-        for seq in decodes:
-            self._extend(batch, seq)
+        for seq, drafts in zip(decodes, self._drafts.drafts(decodes, prefills), strict=True):
+            self._extend(batch, seq, drafts)
         if prefills or self._waiting:
             prefills = [seq for seq in prefills if seq.run is not None]  # not those that have just given way
             prefills = sorted(prefills + self._admit(), key=_rank)
@@ -304,7 +302,7 @@ class Scheduler:
         for seq in self._running:
             run = seq.run
             assert run is not None
-            if run.num_pending and self.config.num_stages > 1:
+            if run.num_drafted or (run.num_pending and self.config.num_stages > 1):
                 num_away += 1
                 continue
             total_len = len(seq.token_ids) + run.num_pending
@@ -313,15 +311,22 @@ class Scheduler:
         share = -(-(num_away + len(decodes)) // self.config.num_stages)
         return decodes[:share], prefills
 
-    def _extend(self, batch: Batch, seq: Sequence) -> None:
-        """Plan the next tokens of a running sequence, as many as the budget allows, at the cost of the last in rank."""
+    def _extend(self, batch: Batch, seq: Sequence, drafts: Seq[int] = ()) -> None:
+        """Plan the next tokens of a running sequence, as many as the budget allows, at the cost of the last in rank.
+
+        drafts: draft tokens to be run behind them, if there is room at nobody's cost.
+        """
         run = seq.run
         if run is None or not batch.budget:
             return  # preempted a moment ago, for a sequence before it
         num_tokens = min(batch.budget, len(seq.token_ids) + run.num_pending - run.planned_len)
         if seq.params.prompt_logprobs is not None:
             num_tokens = min(num_tokens, PROMPT_LOGPROB_ROWS)
-        while not self._pages.grow(run, run.planned_len + num_tokens):
+        drafts = self._pages.drafts_that_fit(run, drafts[: batch.budget - num_tokens])
+        while not self._pages.grow(run, run.planned_len + num_tokens + len(drafts)):
+            if drafts:
+                drafts = ()
+                continue
             victim = self._running[-1]
             if victim is seq:
                 return  # keeps its pages until a sequence before it needs them
@@ -330,7 +335,7 @@ class Scheduler:
         saves: tuple[tuple[int, int], ...] = ()
         if self._snapshots is not None:
             saves = self._snapshots.plan(run, run.planned_len, run.planned_len + num_tokens)
-        batch.add(seq, run, num_tokens, saves)
+        batch.add(seq, run, num_tokens, saves, drafts)
 
     def _admit(self) -> list[Sequence]:
         """Let waiting sequences run, in order, as long as each one's known tokens fit beside those of the others.
@@ -384,9 +389,10 @@ class Scheduler:
         prompt_logprobs: Seq[PromptLogprobs] = (),
         tiers: TierResult | None = None,
         seconds: float = 0.0,
+        elapsed: float = 0.0,
     ) -> list[RequestUpdate]:
-        """Take in the results of a step: one per sampled row, in the order of the rows. tiers: what they did. seconds:
-        what the step took, see StepResult; 0: nobody knows.
+        """Take in the results of a step: one per sampled row, in order. tiers: what they did. seconds: what the step
+        took, see StepResult; elapsed: since it was planned, or the step before it was committed; 0: nobody knows.
 
         Steps are committed in the order in which they were planned. Results of a step that went down with its engine
         are dropped. Raises ValueError for a step that was never planned, out of order, or with too few or many results.
@@ -405,41 +411,60 @@ class Scheduler:
             self._throttle.took(step.num_decodes, step.num_rows - step.num_decodes, seconds)
         if tiers is not None and self._pages.kv_offload is not None:
             self._pages.kv_offload.commit(tiers, step.num_prefilled)
-        updates, remaining = self._scored(step, prompt_logprobs), iter(results)
+        self._drafts.add_step(step, elapsed)
+        updates, remaining = scored_updates(step.seqs, prompt_logprobs) if prompt_logprobs else [], iter(results)
         for row in step.rows:
             result = next(remaining) if row.is_sampled else None
-            if row.is_stale:
-                continue
-            row.run.computed_len = row.end
-            self._pages.publish(row.seq, row.run)
-            if self._snapshots is not None:
-                self._snapshots.publish(row.run, row.saves)
-            if result is not None:
-                row.run.num_pending -= 1
-                updates.append(self._take(row.seq, result))
+            if not row.is_stale:
+                updates += self._take_row(row, result)
         return updates
 
-    def _scored(self, step: PlannedStep, prompt_logprobs: Seq[PromptLogprobs]) -> list[RequestUpdate]:
-        """Hand prompt logprobs on, those of runs that are over excepted."""
-        if not prompt_logprobs:
-            return []
-        seqs = {row.run.run_id: row.seq for row in step.rows if not row.is_stale}
-        return [
-            update_of(seqs[one.run_id], finish_reason=None, prompt_logprobs=one)
-            for one in prompt_logprobs
-            if one.run_id in seqs
-        ]
-
-    def _take(self, seq: Sequence, result: RowResult) -> RequestUpdate:
-        token_id = result.token_id
-        if token_id is None:
-            error = result.error or "the engine sent no token and no reason"
-            return self._end(seq, FinishReason.ABORT, error=error)
-        seq.token_ids.append(token_id)
-        reason = seq.end.reason(token_id, seq.completion_len)
-        if reason is not None:
+    def _take_row(self, row: PlannedRow, result: RowResult | None) -> list[RequestUpdate]:
+        """Take in what was computed of a row, and the tokens that were drawn behind it."""
+        seq, run = row.seq, row.run
+        updates, ends = ([], False) if result is None else self._take(seq, result, len(row.drafts))
+        run.computed_len = row.end - len(row.drafts)
+        if result is not None:
+            run.num_pending -= 1 + len(row.drafts)
+        if row.drafts:
+            self._take_back(row, max(len(updates) - 1, 0))
+        self._pages.publish(seq, run)
+        if self._snapshots is not None:
+            self._snapshots.publish(run, row.saves)
+        if ends:
             self._remove(seq)
-        return update_of(seq, result, finish_reason=reason)
+        return updates
+
+    def _take_back(self, row: PlannedRow, num_accepted: int) -> None:
+        """Accept so many of a row's draft tokens: what was computed behind them is as if it had not been."""
+        run = row.run
+        run.num_drafted = 0
+        run.computed_len += num_accepted
+        run.planned_len = run.computed_len
+        self._pages.shrink(run)
+        if self._snapshots is not None:
+            self._snapshots.settle(run, num_accepted, len(row.drafts))
+
+    def _take(self, seq: Sequence, result: RowResult, num_drafted: int) -> tuple[list[RequestUpdate], bool]:
+        """Append the tokens of a row. Returns the updates, and whether the answer ends with them."""
+        updates: list[RequestUpdate] = []
+        seq.num_drafted += num_drafted
+        self._totals.num_drafted += num_drafted
+        for one in result.tokens:
+            if one.token_id is None:
+                error = one.error or "the engine sent no token and no reason"
+                updates.append(update_of(seq, finish_reason=FinishReason.ABORT, error=error))
+                return updates, True
+            if updates:
+                seq.num_accepted += 1
+                self._totals.num_accepted += 1
+            seq.token_ids.append(one.token_id)
+            reason = seq.end.reason(one.token_id, seq.completion_len)
+            updates.append(update_of(seq, one, finish_reason=reason))
+            self._drafts.add_token(seq, one.token_id)
+            if reason is not None:
+                return updates, True
+        return updates, False
 
     def engine_lost(self) -> None:
         """Note that engine and cache are gone. What ran waits again, in its old order, for the next engine."""
@@ -463,46 +488,13 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Counts since the start, and of what runs and waits now."""
-        num_available, totals = self._pages.num_available, self._totals
-        return SchedulerStats(
-            num_running=len(self._running),
-            num_waiting=len(self._waiting),
-            num_suspended=len(self._suspended),
-            num_pages=self.config.num_pages,
-            num_used_pages=self.config.num_pages - num_available,
-            num_idle_pages=self._pages.num_idle,
-            num_preemptions=totals.num_preemptions,
-            num_expired=totals.num_expired,
-            num_engine_losses=totals.num_engine_losses,
-            prefix_query_len=totals.prefix_query_len,
-            prefix_hit_len=totals.prefix_hit_len,
-            tiers=None if self._pages.kv_offload is None else self._pages.kv_offload.stats(),
-        )
+        return stats_of(self._totals, self._pages, len(self._running), len(self._waiting), len(self._suspended))
 
     def check_integrity(self) -> None:
         """Raise AssertionError when any invariant of this package's docstrings is broken. Slow: reads all."""
-        for queue in (self._waiting, self._running):
-            assert all(a.rank < b.rank for a, b in itertools.pairwise(queue)), "a queue is out of order"
-        assert len(self._running) <= self.config.max_running, "more running than max_running"
+        queues = Queues(self._waiting, self._running, list(self._suspended.values()))
+        check_queues(self.config, queues, self._requests, self._deadlines)
         assert len(self._in_flight) <= self.config.max_in_flight, "too many steps in flight"
-        here = {seq.request_id: seq for seq in (*self._waiting, *self._running, *self._suspended.values())}
-        assert here == self._requests, "a lost request"
-        assert len(here) == len(self._waiting) + len(self._running) + len(self._suspended), "a request in two places"
-        assert self._deadlines.keys() <= here.keys(), "a deadline without a request"
-        assert all(seq.run is None for seq in self._waiting), "a waiting sequence runs"
-        assert all(seq.run is None for seq in self._suspended.values()), "a suspended sequence runs"
         self._pages.check_integrity(self._running)
-        pending = [row.run for step in self._in_flight for row in step.rows if row.is_sampled]
         for seq in self._running:
-            self._check_run(seq, pending.count(seq.run) if seq.run else 0)
-
-    def _check_run(self, seq: Sequence, num_pending: int) -> None:
-        run = seq.run
-        assert run is not None, "a running sequence has no run"
-        size, total_len = self.config.page_size, seq.known_len + run.num_pending
-        assert run.num_pending == num_pending, "pending tokens are not those of the steps in flight"
-        assert run.num_published * size <= run.computed_len <= run.planned_len < total_len <= seq.limit_len, "lengths"
-        assert run.computed_len < seq.known_len, "computed a token that nobody knows"
-        assert len(run.block_table) == self._pages.pages_for(run.planned_len), "pages do not just cover the plan"
-        if self.config.has_prefix_cache:
-            assert run.num_published == run.computed_len // size, "a full page is not shared"
+            check_run(self.config, seq, self._in_flight)

@@ -12,11 +12,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ktransformers.core import AnswerEnd, SamplingParams
 from ktransformers.scheduler.records import Request
 
-__all__ = ["RunningState", "Sequence"]
+__all__ = ["Drafter", "RunningState", "Sequence"]
+
+
+class Drafter(Protocol):
+    """Proposes the next tokens of one sequence, see scheduler/drafting."""
+
+    def __len__(self) -> int:
+        """Return how many tokens of the sequence it has seen."""
+        ...
+
+    def add(self, token_id: int) -> bool | None:
+        """Take the sequence's next token. Returns whether it was as drafted; None when there was no draft."""
+        ...
+
+    def chances(self, most: int) -> list[float]:
+        """Return the chances that its first 1, 2, ... draft tokens, up to `most`, are all right; empty: it has none."""
+        ...
+
+    def draft(self, most: int) -> list[int]:
+        """Return up to `most` tokens that may come next."""
+        ...
 
 
 @dataclass(eq=False, slots=True)
@@ -27,10 +48,11 @@ class RunningState:
     block_table[i] is the page of positions i * page_size ..; its first num_published pages are in the prefix tree.
     num_told: leading pages of the table that the engine knows from the rows planned so far.
     sampled_index: where the latest planned step lists this run's sampled token, among its sampled rows.
+    num_drafted: draft tokens that a step in flight runs behind the known one: none is planned behind it.
 
-    Of recurrent layers: state_slot, its own; read_slot, what its next row continues (-1: zeros); border, see
-    scheduler.snapshots; saves, slots by length that steps in flight write; rolled: the page with its answer's snapshot;
-    held: the page with the snapshot that its first row will read.
+    Of recurrent layers: state_slot, its own; read_slot, what its next row continues (-1: zeros); draft_slots, others of
+    its own, for states in front of draft tokens; border, see scheduler.snapshots; saves, slots by length that steps in
+    flight write; rolled: the page with its answer's snapshot; held: that with the snapshot which its first row reads.
     """
 
     run_id: int
@@ -39,11 +61,13 @@ class RunningState:
     planned_len: int
     num_published: int
     num_told: int = 0
-    num_pending: int = 0  # tokens that steps in flight will sample
+    num_pending: int = 0  # tokens that steps in flight will sample, at most
+    num_drafted: int = 0
     sampled_index: int = -1
     is_started: bool = False  # its NewSequence has been sent
     state_slot: int = -1
     read_slot: int = -1
+    draft_slots: list[int] = field(default_factory=list)
     border: int = 0
     saves: dict[int, int] = field(default_factory=dict)
     rolled: int | None = None
@@ -70,6 +94,8 @@ class Sequence:
 
     rank: served in ascending order, preempted in descending order. limit_len: the most tokens of prompt and answer
     together. These, the id and prompt_len are asked for in every step and never change.
+    drafter: what drafts its next tokens, once that was asked for any. num_drafted, num_accepted: draft tokens that were
+    run, and those of them that are the answer's.
     """
 
     request: Request
@@ -79,6 +105,9 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)  # prompt, then the answer so far
     cached_len: int | None = None  # None until first admitted
     run: RunningState | None = None
+    drafter: Drafter | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
     common: dict[int, int] = field(default_factory=dict)  # by another's arrival: leading tokens that both prompts have
     request_id: str = field(init=False)
     rank: tuple[int, int] = field(init=False)

@@ -35,7 +35,7 @@ class Snapshots:
         self.align = lcm(config.snapshot_align, config.page_size)
         self.interval = -(-config.snapshot_interval // self.align) * self.align
         self._is_kept = config.has_prefix_cache
-        self._size = config.num_states, config.max_running
+        self._size = config.num_states, config.max_running, config.num_draft_states
         self.slots = StateSlots(*self._size)
 
     def clear(self) -> None:
@@ -87,6 +87,24 @@ class Snapshots:
                     saves.append((length, slot))
         return tuple(saves)
 
+    def draft_room(self, run: RunningState, most: int) -> int:
+        """Count the draft tokens, at most `most`, that the run's next row can have: each has a slot for the state in
+        front of it, and none of those states is one that is to be kept."""
+        if self._is_kept:
+            most = min(most, self.align - 2 - run.planned_len % self.align)
+        while len(run.draft_slots) < most:
+            slot = self.slots.lend()
+            if slot is None:
+                break
+            run.draft_slots.append(slot)
+        return max(min(most, len(run.draft_slots)), 0)
+
+    def settle(self, run: RunningState, num_accepted: int, num_drafts: int) -> None:
+        """Go on from the state behind the draft tokens that were accepted, of a row that had num_drafts."""
+        if num_accepted < num_drafts:
+            slot, run.draft_slots[num_accepted] = run.draft_slots[num_accepted], run.state_slot
+            run.state_slot = run.read_slot = slot
+
     def publish(self, run: RunningState, saves: tuple[tuple[int, int], ...]) -> None:
         """Publish the states of a row that was computed, whose pages are in the tree: they can be found from now on."""
         for length, slot in saves:
@@ -127,14 +145,16 @@ class Snapshots:
         self._let_go(run)
         if run.rolled is not None:
             self._keep(run.rolled)
-        for slot in (run.state_slot, *run.saves.values()):
+        for slot in (run.state_slot, *run.draft_slots, *run.saves.values()):
             self.slots.release(slot)
+        run.draft_slots.clear()
         run.saves.clear()
 
     def check_integrity(self, runs: list[RunningState], pages: set[int]) -> None:
         """Raise AssertionError unless slots are those of these runs, and snapshots belong to pages of the tree."""
         self.slots.check_integrity()
         running, pending = self.slots.holders()
-        assert sorted(run.state_slot for run in runs) == sorted(running), "slots of runs"
+        own = [slot for run in runs for slot in (run.state_slot, *run.draft_slots)]
+        assert sorted(own) == sorted(running), "slots of runs"
         assert sorted(slot for run in runs for slot in run.saves.values()) == sorted(pending), "slots on their way"
         assert all(page in pages for page in self.slots), "a snapshot behind a page that is not in the tree"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+
 from ktransformers.core import FinishReason
 from ktransformers.scheduler.records import PromptLogprobs, RequestUpdate, RowResult
 from ktransformers.scheduler.sequence import Sequence
 
-__all__ = ["update_of"]
+__all__ = ["scored_updates", "update_of"]
 
 
 def update_of(
@@ -31,4 +34,15 @@ def update_of(
         is_expired=is_expired,
         prompt_logprobs=prompt_logprobs,
         embedding=None if result is None else result.embedding,
+        num_drafted=seq.num_drafted,
+        num_accepted=seq.num_accepted,
     )
+
+
+def scored_updates(seqs: Mapping[int, Sequence], prompt_logprobs: Seq[PromptLogprobs]) -> list[RequestUpdate]:
+    """Make the updates that hand prompt logprobs on. seqs: by the ids of their runs; those of others are dropped."""
+    return [
+        update_of(seqs[one.run_id], finish_reason=None, prompt_logprobs=one)
+        for one in prompt_logprobs
+        if one.run_id in seqs
+    ]

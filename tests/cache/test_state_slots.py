@@ -36,6 +36,25 @@ def test_the_snapshot_that_was_used_longest_ago_gives_way() -> None:
     assert [page in slots for page in (5, 6, 7, 8)] == [True, False, True, True]
 
 
+def test_as_many_slots_are_lent_as_there_are_beside_runs_and_snapshots() -> None:
+    slots = StateSlots(6, 2, 2)
+    assert slots.max_snapshots == 2
+    first = slots.allocate()
+    kept(slots, 10, 11)
+    lent = [slots.lend() for _ in range(3)]
+    assert None not in lent[:2]
+    assert lent[2] is None
+    assert 10 in slots
+    assert 11 in slots
+    slots.check_integrity()
+    second = slots.allocate()
+    assert {first, second, *lent[:2], slots.slot(10), slots.slot(11)} == set(range(6))
+    slots.release(lent[0])
+    assert slots.lend() == lent[0]
+    with pytest.raises(ValueError, match="too few"):
+        StateSlots(3, 2, 2)
+
+
 def test_no_more_snapshots_on_their_way_than_the_budget_has() -> None:
     slots = StateSlots(3, 1)
     first, second = slots.begin_save(), slots.begin_save()

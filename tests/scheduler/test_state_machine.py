@@ -35,6 +35,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         disk_bytes=st.sampled_from([0, 0, 200, 1500, 1 << 20]),
         disk_seed=st.integers(0, 99),
         num_stages=st.sampled_from([1, 1, 2, 3]),
+        max_drafts=st.sampled_from([0, 1, 3, 7]),
     )
     def start(self, host_pages: int, host_states: int, disk_bytes: int, disk_seed: int, **config: int) -> None:
         rng = random.Random(disk_seed)

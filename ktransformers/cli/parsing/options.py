@@ -26,6 +26,7 @@ from ktransformers.config import (
     KV_TYPES,
     PRECISIONS,
     SPARSE_ATTENTIONS,
+    SPECULATIVES,
     EngineConfig,
     bundled_model,
 )
@@ -118,6 +119,20 @@ def add_model_flags(parser: argparse.ArgumentParser, *, bounds_requests: bool = 
         "self_check",
         default=config.self_check,
         help="compare a model of a family that no test covers with transformers while loading (on)",
+    )
+    group.add_argument(
+        "--speculative",
+        choices=SPECULATIVES,
+        default=config.speculative,
+        help="speculative decoding: steps run draft tokens, too, and accept those that are sampled anyway, so that "
+        "answers are the same; ngram: what followed the last tokens before; auto: that, on the CPU (%(default)s)",
+    )
+    group.add_argument(
+        "--speculative_tokens",
+        type=int,
+        metavar="N",
+        default=config.speculative_tokens,
+        help="draft tokens of a sequence in a step at most; as many as pay are taken (%(default)s)",
     )
     _add_division_flags(group, config)
     add_toggle(group, "use_cuda_graph", default=None, help="on a GPU, replay decode steps as one CUDA graph (on)")

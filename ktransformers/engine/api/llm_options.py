@@ -60,6 +60,8 @@ class EngineKeywords(TypedDict, total=False):
     kv_disk_path: PathLike | None
     kv_disk_size_GB: float
     self_check: bool
+    speculative: str
+    speculative_tokens: int
     tensor_parallel: int
     pipeline: int
     strict: bool

@@ -89,7 +89,18 @@ class Engine(LoadedModel):
             num_states=self.cache.num_states,
             snapshot_interval=self.snapshot_interval,
             tiers=self.tiers,
+            max_drafts=self.max_drafts,
         )
+
+    @property
+    def uses_gpus(self) -> bool:
+        """Whether a part of the model is on a GPU."""
+        return any(entry.placement.generate_device != "cpu" for entry in self.plan.entries)
+
+    @property
+    def max_drafts(self) -> int:
+        """Most draft tokens of a row; 0: none."""
+        return self.config.max_drafts(uses_gpus=self.uses_gpus)
 
     def close(self) -> None:
         """Finish what goes to files, and stop the worker threads. The engine cannot be used afterwards."""

@@ -14,6 +14,7 @@ from ktransformers.engine.plan.tier_plan import check_tiers
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.facts import ModelFacts
 from ktransformers.optimize.plan import Plan
+from ktransformers.scheduler.config import MAX_DRAFT_STATES
 
 __all__ = [
     "DEFAULT_CACHE_LEN",
@@ -133,15 +134,18 @@ class CachePlan:
     def num_states(self, shapes: Sequence[LayerShape], num_slots: int, config: EngineConfig) -> int:
         """Number of slots for states of recurrent layers; 0 without such layers."""
         is_recurrent = bool(state_shapes(shapes))
+        drafts = min(config.max_drafts(uses_gpus=any(shape.place != "cpu" for shape in shapes)), MAX_DRAFT_STATES)
         if self.states is not None:
             if is_recurrent and not self.states:
                 raise UnsupportedError("layers keep a state, and the last stage, which counts them, has none of them")
             return self.states
         if is_recurrent:
-            return self.max_batch_size + num_snapshots(shapes, num_slots, config)
+            return self.max_batch_size + drafts + num_snapshots(shapes, num_slots, config)
         if not self.has_states:
             return 0
-        return self.max_batch_size + (LEAST_SNAPSHOTS if config.prefix_cache else 0)  # what they take is not known here
+        return (
+            self.max_batch_size + drafts + (LEAST_SNAPSHOTS if config.prefix_cache else 0)
+        )  # what they take is not known here
 
     def check_tiers(self, shapes: Sequence[LayerShape], config: EngineConfig) -> None:
         """Raise ConfigError when the tiers below the cache are too small for it."""

@@ -212,6 +212,14 @@ class RequestSampler:
         return self._plain_request
 
     @property
+    def later_request(self) -> int:
+        """The part of a row that choosing a token behind the next one takes, as `logits_request`: penalties may change
+        logits by then that they do not change yet."""
+        params = self.params
+        has_penalty = params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0
+        return WHOLE_ROW if has_penalty else self.logits_request
+
+    @property
     def _holds_ends(self) -> bool:
         """Whether the answer is too short to end."""
         return self._num_answered < self.params.min_tokens and bool(self._held_ends.size)

@@ -108,6 +108,7 @@ class OutputProcessor:
         if update.token_id is None and update.finish_reason is None:
             return None
         stats.cached_len = update.cached_len
+        stats.num_drafted, stats.num_accepted = update.num_drafted, update.num_accepted
         if prefill_seconds is not None:
             stats.prefill_seconds = prefill_seconds
         now = time.perf_counter()

@@ -5,10 +5,10 @@ The state of a run is what sampling its next token needs. Everything else comes 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -18,9 +18,19 @@ import torch
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.engine.damage.errors import NotFiniteError
-from ktransformers.engine.sampling.logits_request import BEST_TOKEN, StepLogits
+from ktransformers.engine.sampling.logits_request import StepLogits
 from ktransformers.engine.sampling.sampler import RequestSampler, TokenMask, sample_each, token_logprobs
 from ktransformers.engine.step.context import OneTokenStep, paged_context
+from ktransformers.engine.step.executor_runs import (
+    FIRST_ROW,
+    ONE_KEPT,
+    ExecutorRun,
+    KeptRows,
+    StepTensors,
+    kept_of,
+    needs_of,
+    rows_of,
+)
 from ktransformers.engine.step.hidden import HiddenStatesHook, Pooled
 from ktransformers.engine.step.kv_offload import TieredCache
 from ktransformers.errors import KTransformersError
@@ -38,7 +48,7 @@ from ktransformers.scheduler.records import (
 )
 from ktransformers.scheduler.tier_records import TierResult
 
-__all__ = ["PagedExecutor", "StepRunner", "StepTensors"]
+__all__ = ["PagedExecutor", "StepRunner"]
 
 logger = logging.getLogger(__name__)
 
@@ -78,71 +88,6 @@ class StepRunner(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Run:
-    """error: why no token of this run can be sampled, found when it started. table: room for its block table.
-
-    pooled: the embedding of its prompt, on the way.
-    """
-
-    start: NewSequence
-    sampler: RequestSampler | None
-    error: str | None = None
-    pooled: Pooled | None = None
-    table: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    told: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-
-    def pages(self, row: ScheduledSequence) -> npt.NDArray[np.int32]:
-        """The block table with what `row` says of it: [P], valid until the run's next row. The same array until a row
-        says something."""
-        num_pages = row.first_page + len(row.block_table)
-        if row.block_table or num_pages != len(self.told):
-            self._tell(row, num_pages)
-        return self.told
-
-    def _tell(self, row: ScheduledSequence, num_pages: int) -> None:
-        if row.first_page > len(self.told):
-            raise ValueError(f"run {row.run_id}: page {row.first_page} is told of before page {len(self.told)}")
-        if num_pages > self.table.size:
-            more = np.empty(max(num_pages - self.table.size, self.table.size), np.int32)
-            self.table = np.concatenate((self.table, more))
-        self.table[row.first_page : num_pages] = row.block_table
-        self.told = self.table[:num_pages]
-
-
-class KeptRows:
-    """Which rows' logits a step needs: those that sample, and prompt rows whose next token is to be scored."""
-
-    def __init__(self) -> None:
-        self.rows: list[int] = []  # indices into the flattened step
-        self.sampled: list[int] = []  # indices into rows
-        self.scored: list[tuple[ScheduledSequence, int, int]] = []  # row, first index into rows, how many
-
-    def add(self, row: ScheduledSequence, first: int, scored: int) -> None:
-        """Add what is kept of a row's logits. first: flattened index of the row's first token; scored: how many of its
-        tokens are followed by prompt."""
-        if scored:
-            self.scored.append((row, len(self.rows), scored))
-            self.rows.extend(range(first, first + scored))
-        if row.is_sampled:
-            self.sampled.append(len(self.rows))
-            self.rows.append(first + row.num_tokens - 1)
-
-
-@dataclass(frozen=True, slots=True)
-class StepTensors:
-    """The inputs of a step, as the runner takes them: ids and positions [T], and which rows' logits are kept. runs: of
-    the plan's rows."""
-
-    runs: Sequence[_Run]
-    kept: KeptRows
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    context: ForwardContext
-    keep: torch.Tensor
-    sources: Sequence[tuple[int, int]] = ()  # (index of a token, sampled row of the step before that it is)
-
-
 class PagedExecutor:
     """Executes steps in their order. One caller at a time.
 
@@ -180,7 +125,7 @@ class PagedExecutor:
         self._mask_of = mask_of or (lambda start: None)
         self._eos_token_ids = tuple(eos_token_ids)
         self._counted = expert_counts()  # as it was after the last step
-        self._runs: dict[int, _Run] = {}
+        self._runs: dict[int, ExecutorRun] = {}
         self._previous: list[int] = []  # tokens that the step before sampled, by sampled row
         self._begun: dict[int, StepTensors] = {}  # by step
         self._step = self._new_step()  # of `execute`, which ends before the next one is written
@@ -231,7 +176,7 @@ class PagedExecutor:
         runs = [self._runs[row.run_id] for row in rows]
         if len(rows) == 1 and rows[0].num_tokens == 1:
             return self._one_token(rows[0], runs, one_token)
-        kept = _kept(rows, runs)
+        kept = kept_of(rows, runs)
         token_ids, sources = self._token_ids(rows)
         tables = [run.pages(row) for run, row in zip(runs, rows, strict=True)]
         positions, context = paged_context(self._cache, self._pool, rows, tables)
@@ -239,14 +184,14 @@ class PagedExecutor:
         return StepTensors(runs, kept, torch.from_numpy(token_ids), positions, context, keep, sources)
 
     @staticmethod
-    def _one_token(row: ScheduledSequence, runs: Sequence[_Run], step: OneTokenStep) -> StepTensors:
+    def _one_token(row: ScheduledSequence, runs: Sequence[ExecutorRun], step: OneTokenStep) -> StepTensors:
         """`_inputs` of a step of one token: what every token of a chat waits for."""
         context = step.context(row, runs[0].pages(row))
         if not row.is_sampled or runs[0].start.params.prompt_logprobs is not None:
-            kept = _kept([row], runs)
+            kept = kept_of([row], runs)
             keep = torch.zeros(len(kept.rows), dtype=torch.int64)
         else:
-            kept, keep = _ONE_KEPT, _FIRST_ROW
+            kept, keep = ONE_KEPT, FIRST_ROW
         sources = () if row.token_source is None else ((0, row.token_source),)
         return StepTensors(runs, kept, step.token_ids, step.positions, context, keep, sources)
 
@@ -279,14 +224,15 @@ class PagedExecutor:
             recorder.begin_step(plan.step_id, plan.num_tokens, [kept.rows[at] for at in kept.sampled])
         logits = self._forward(plan.rows, inputs)
         sampling_ns = time.monotonic_ns()
-        results = self._sample(plan.rows, inputs.runs, _rows(logits, kept.sampled, len(kept.rows)))
+        results = self._sample(plan.rows, inputs.runs, rows_of(logits, kept.sampled, len(kept.rows)))
         results = self._embedded(plan.rows, inputs.runs, results)
-        self._previous = [0 if result.token_id is None else result.token_id for result in results]
+        self._previous = [_last_token(result) for result in results]
         sampling_ns = time.monotonic_ns() - sampling_ns
         scored = [self._score(row, _whole(logits)[at : at + count]) for row, at, count in kept.scored]
         ended_ns = time.monotonic_ns()
         if recorder is not None:
-            recorder.end_step(self._record(plan, kept, (began_ns, ended_ns, sampling_ns), recorder.epoch))
+            drawn = [sum(1 for _ in result.tokens) for result in results]
+            recorder.end_step(self._record(plan, kept, drawn, (began_ns, ended_ns, sampling_ns), recorder.epoch))
         experts, counts = self._experts_used() if self.counts_experts else ((0, 0, 0), b"")
         return StepResult(
             step_id=plan.step_id,
@@ -307,10 +253,17 @@ class PagedExecutor:
     def _tier_result(self, row_seconds: float = 0.0) -> TierResult | None:
         return None if self.tiers is None else self.tiers.result(row_seconds)
 
-    def _record(self, plan: StepPlan, kept: KeptRows, times: tuple[int, int, int], epoch: int) -> StepRecord:
-        """times: when the step began and ended, and how long sampling took, ns."""
+    def _record(
+        self, plan: StepPlan, kept: KeptRows, drawn: Sequence[int], times: tuple[int, int, int], epoch: int
+    ) -> StepRecord:
+        """drawn: tokens of each sampled row. times: when the step began and ended, and how long sampling took, ns."""
         starts = [self._runs[row.run_id].start for row in plan.rows]
-        sampled = [start.request_id for start, row in zip(starts, plan.rows, strict=True) if row.is_sampled]
+        sampled, at = list[tuple[str, int]](), 0
+        counts = iter(drawn)
+        for start, row in zip(starts, plan.rows, strict=True):
+            if row.is_sampled:
+                sampled += [(start.request_id, kept.rows[i]) for i in kept.sampled[at : at + next(counts)]]
+                at += 1 + row.num_drafts
         return StepRecord(
             epoch=epoch,
             step_id=plan.step_id,
@@ -321,27 +274,27 @@ class PagedExecutor:
                 row.num_tokens for start, row in zip(starts, plan.rows, strict=True) if row.start < len(start.token_ids)
             ),
             num_seqs=len(plan.rows),
-            sampled=list(zip(sampled, (kept.rows[at] for at in kept.sampled), strict=True)),
+            sampled=sampled,
             sampling_ns=times[2] if sampled else None,
         )
 
-    def _started(self, start: NewSequence) -> _Run:
+    def _started(self, start: NewSequence) -> ExecutorRun:
         try:
             prompt_ids = start.token_ids[: start.prompt_len]
             sampler = RequestSampler(
                 start.params, prompt_ids, self._vocab_size, self._mask_of(start), eos_token_ids=self._eos_token_ids
             )
         except KTransformersError as error:
-            return _Run(start, None, str(error))
+            return ExecutorRun(start, None, str(error))
         for token_id in start.token_ids[start.prompt_len :]:
             sampler.commit(token_id)
         sampler.begin()
         pooling = start.params.pooling if len(start.token_ids) == start.prompt_len else None
-        return _Run(start, sampler, pooled=None if pooling is None else Pooled(pooling))
+        return ExecutorRun(start, sampler, pooled=None if pooling is None else Pooled(pooling))
 
     def _forward(self, rows: Sequence[ScheduledSequence], inputs: StepTensors) -> StepLogits:
         ids, positions, context, keep = inputs.token_ids, inputs.positions, inputs.context, inputs.keep
-        needs, pooled = _needs(rows, inputs), [run.pooled for run in inputs.runs]
+        needs, pooled = needs_of(rows, inputs), [run.pooled for run in inputs.runs]
         if not any(pooled):
             return self.runner.reduced_step(ids, positions, context, keep, needs)
         with self.runner.hook.watch() as seen:
@@ -354,7 +307,7 @@ class PagedExecutor:
         return logits
 
     def _embedded(
-        self, rows: Sequence[ScheduledSequence], runs: Sequence[_Run], results: list[RowResult]
+        self, rows: Sequence[ScheduledSequence], runs: Sequence[ExecutorRun], results: list[RowResult]
     ) -> list[RowResult]:
         """With the embeddings of prompts that are complete. results: of the sampled rows, in order."""
         if not any(run.pooled for run in runs):
@@ -389,19 +342,43 @@ class PagedExecutor:
                 found.append(0)
         return np.array(found, dtype=np.int64), sources
 
-    def _sample(self, rows: Sequence[ScheduledSequence], runs: Sequence[_Run], logits: StepLogits) -> list[RowResult]:
-        """One result per sampled row, in order. logits: of the sampled rows."""
+    def _sample(
+        self, rows: Sequence[ScheduledSequence], runs: Sequence[ExecutorRun], logits: StepLogits
+    ) -> list[RowResult]:
+        """One result per sampled row, in order. logits: of the sampled rows, each with its draft tokens behind it.
+
+        Draft tokens count one after the other: what is drawn behind one depends on those before it, by penalties and
+        grammars.
+        """
+        sampled = [(run, row) for run, row in zip(runs, rows, strict=True) if row.is_sampled]
+        if not any(row.num_drafts for _, row in sampled):
+            return self._draw(sampled, 0, logits)
+        found: list[list[RowResult]] = [[] for _ in sampled]
+        firsts = [0, *itertools.accumulate(1 + row.num_drafts for _, row in sampled)]
+        left, depth = list(range(len(sampled))), 0  # those whose next token is to be drawn
+        while left:
+            places = [firsts[i] + depth for i in left]
+            results = self._draw([sampled[i] for i in left], depth, rows_of(logits, places, firsts[-1]))
+            for i, result in zip(left, results, strict=True):
+                if not depth or result.error is None:  # else the next step has the error, as without drafts
+                    found[i].append(result)
+            left = [i for i, result in zip(left, results, strict=True) if _is_drafted(sampled[i][1], depth, result)]
+            depth += 1
+        return [first if not more else msgspec.structs.replace(first, more=more) for first, *more in found]
+
+    def _draw(
+        self, sampled: Sequence[tuple[ExecutorRun, ScheduledSequence]], depth: int, logits: StepLogits
+    ) -> list[RowResult]:
+        """The tokens behind the depth'th draft token of each row, which is right. logits: one row for each."""
         results, good = list[RowResult](), list[int]()
         samplers, positions = list[RequestSampler](), list[int]()
-        for run, row in zip(runs, rows, strict=True):
-            if not row.is_sampled:
-                continue
+        for run, row in sampled:
             if run.sampler is not None:
                 good.append(len(results))
                 samplers.append(run.sampler)
-                positions.append(row.start + row.num_tokens)
+                positions.append(row.start + row.num_tokens - row.num_drafts + depth)
             results.append(RowResult(None, error=run.error))
-        tokens = sample_each(_rows(logits, good, len(results)), samplers, positions, self._pool)
+        tokens = sample_each(rows_of(logits, good, len(results)), samplers, positions, self._pool)
         for i, sampler, token in zip(good, samplers, tokens, strict=True):
             if isinstance(token, KTransformersError):
                 results[i] = RowResult(None, error=self._said(token))
@@ -421,37 +398,14 @@ class PagedExecutor:
         return PromptLogprobs(run_id=row.run_id, start=row.start + 1, entries=entries)
 
 
-_ONE_KEPT = KeptRows()
-_ONE_KEPT.sampled.append(0)
-_ONE_KEPT.rows.append(0)
-_FIRST_ROW = torch.zeros(1, dtype=torch.int64)
-"""What is kept of a step of one token that samples."""
+def _is_drafted(row: ScheduledSequence, depth: int, result: RowResult) -> bool:
+    """Whether the token behind the row's depth'th draft token is the next one."""
+    return depth < row.num_drafts and result.token_id == row.token_ids[depth - row.num_drafts]
 
 
-def _kept(rows: Sequence[ScheduledSequence], runs: Sequence[_Run]) -> KeptRows:
-    kept, first = KeptRows(), 0
-    for run, row in zip(runs, rows, strict=True):
-        scored = 0
-        if run.start.params.prompt_logprobs is not None:
-            scored = max(min(row.start + row.num_tokens, run.start.prompt_len - 1) - row.start, 0)
-        kept.add(row, first, scored)
-        first += row.num_tokens
-    return kept
-
-
-def _needs(rows: Sequence[ScheduledSequence], inputs: StepTensors) -> list[int] | None:
-    """What choosing tokens takes of the kept rows (engine.sampling.logits_request); None where some are scored."""
-    if inputs.kept.scored:
-        return None
-    samplers = [run.sampler for run, row in zip(inputs.runs, rows, strict=True) if row.is_sampled]
-    return [BEST_TOKEN if sampler is None else sampler.logits_request for sampler in samplers]
-
-
-def _rows(logits: StepLogits, wanted: list[int], count: int) -> StepLogits:
-    """Rows in ascending order; no copy when they are all wanted. count: how many there are."""
-    if len(wanted) == count:
-        return logits
-    return logits[wanted] if isinstance(logits, torch.Tensor) else logits.rows(wanted)
+def _last_token(result: RowResult) -> int:
+    *_, last = result.tokens
+    return 0 if last.token_id is None else last.token_id
 
 
 def _whole(logits: StepLogits) -> torch.Tensor:

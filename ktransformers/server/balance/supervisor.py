@@ -219,6 +219,7 @@ class Supervisor:
             num_states=facts.num_states,
             snapshot_interval=facts.snapshot_interval,
             num_stages=facts.num_stages,
+            max_drafts=facts.max_drafts,
             tiers=facts.tiers,
             max_itl_ratio=config.max_itl_ratio,
             max_gap_ms=config.max_gap_ms,

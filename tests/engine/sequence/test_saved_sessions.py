@@ -38,6 +38,7 @@ from tests.support.models.recurrent_models import recurrent_model
 from tests.support.models.tiny_models import VOCAB_SIZE, tiny_model
 
 PARAMS = SamplingParams(
+    max_drafts=0,
     temperature=1.1,
     seed=11,
     max_tokens=90,

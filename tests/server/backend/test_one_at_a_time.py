@@ -144,6 +144,7 @@ def test_closing_ends_each_answer_with_abort() -> None:
         await anext(begun)
         await until_turns(backend, 1, 2)
         closing = asyncio.create_task(backend.close())
+        await asyncio.sleep(0)  # it has said that all are to end
         backend.gate.set()
         for task in (running, waiting, aside):
             assert (await task)[-1].finish_reason is FinishReason.ABORT

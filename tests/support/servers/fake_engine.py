@@ -26,7 +26,10 @@ EOS = 7
 
 
 def next_token(token_ids: Sequence[int], seed: int | None) -> int:
-    """What the model says after these tokens. Hashes of ints are the same in every process."""
+    """What the model says after these tokens. Hashes of ints are the same in every process. With an even seed it knows
+    the last one only, and so repeats itself, until it remembers all of them for one token."""
+    if seed is not None and seed % 2 == 0 and len(token_ids) % 11:
+        token_ids = token_ids[-1:]
     return hash((seed, *token_ids)) % VOCAB_SIZE
 
 
@@ -171,7 +174,7 @@ class FakeEngine:
 
     def __init__(self, config: SchedulerConfig, salt_of: Callable[[str], str], disk: FakeDisk | None = None):
         self.config, self.salt_of = config, salt_of
-        self.num_rows = 0
+        self.num_rows = self.num_accepted = 0
         self.slots: dict[int, tuple[str, tuple[int, ...]]] = {}
         self.states: dict[int, tuple[str, tuple[int, ...]]] = {}
         self.num_skipped = 0  # tokens that states made unnecessary to run
@@ -200,11 +203,16 @@ class FakeEngine:
             self.runs[start.run_id] = _Run(start, self.salt_of(start.request_id), list(start.token_ids))
         self._write(plan.rows)
         self._advance(plan.rows)
-        sampled = [self._sample(row) for row in plan.rows if row.is_sampled]
         for row in plan.rows:
             self._read(row)
-        self.previous, self.previous_id = sampled, plan.step_id
-        return [RowResult(token) for token in sampled]
+        sampled = [self._sample(row) for row in plan.rows if row.is_sampled]
+        self.previous, self.previous_id = [tokens[-1] for tokens in sampled], plan.step_id
+        return [RowResult(first, more=[RowResult(token) for token in more]) for first, *more in sampled]
+
+    def _fed(self, row: ScheduledSequence) -> list[int]:
+        """All tokens of the row's sequence as the step has them, draft tokens at their end."""
+        known = self.runs[row.run_id].token_ids[: row.start + row.num_tokens - row.num_drafts]
+        return known + list(row.token_ids[len(row.token_ids) - row.num_drafts :] if row.num_drafts else ())
 
     def _slot(self, row: ScheduledSequence, position: int) -> int:
         size = self.config.page_size
@@ -224,13 +232,15 @@ class FakeEngine:
                 assert not row.token_ids
                 assert run.token_ids[row.start :] == [self.previous[row.token_source]], "somebody else's token"
             else:
-                assert row.token_ids == run.token_ids[row.start : end]
+                assert row.token_ids == self._fed(row)[row.start :]
+            assert not row.num_drafts or (row.is_sampled and row.num_tokens == 1 + row.num_drafts)
+            fed = self._fed(row)
             for position in range(row.start, end):
                 slot = self._slot(row, position)
                 assert slot not in written, "two rows write one slot"
                 written.add(slot)
-                self.slots[slot] = (run.salt, tuple(run.token_ids[: position + 1]))
-            run.written_len = end
+                self.slots[slot] = (run.salt, tuple(fed[: position + 1]))
+            run.written_len = end - row.num_drafts
 
     def _advance(self, rows: Sequence[ScheduledSequence]) -> None:
         """The states of recurrent layers: each is that of a prefix, as each slot of the cache is."""
@@ -251,21 +261,30 @@ class FakeEngine:
                 assert 0 <= slot < self.config.num_states
                 assert slot not in written, "two rows write one state"
                 assert readers.get(slot, row.run_id) == row.run_id, "a state is written that another row reads"
-                written[slot] = (run.salt, tuple(run.token_ids[: row.start + at + 1]))
+                written[slot] = (run.salt, tuple(self._fed(row)[: row.start + at + 1]))
         self.states.update(written)
 
     def _read(self, row: ScheduledSequence) -> None:
-        run = self.runs[row.run_id]
+        run, fed = self.runs[row.run_id], self._fed(row)
         for position in range(row.start + row.num_tokens):
-            known = run.salt, tuple(run.token_ids[: position + 1])
+            known = run.salt, tuple(fed[: position + 1])
             assert self.slots.get(self._slot(row, position)) == known, f"position {position} of run {row.run_id}"
 
-    def _sample(self, row: ScheduledSequence) -> int:
+    def _sample(self, row: ScheduledSequence) -> list[int]:
+        """The token behind the last known one, and those behind draft tokens that are right."""
         run = self.runs[row.run_id]
         assert run.written_len == len(run.token_ids), "sampled before the end of what is known"
-        token = next_token(run.token_ids, run.start.params.seed)
-        run.token_ids.append(token)
-        return token
+        drafts = list(row.token_ids[1:]) if row.num_drafts else []
+        sampled = [next_token(run.token_ids, run.start.params.seed)]
+        run.token_ids.append(sampled[0])
+        for draft in drafts:
+            if draft != sampled[-1]:
+                break
+            run.written_len = len(run.token_ids)
+            sampled.append(next_token(run.token_ids, run.start.params.seed))
+            run.token_ids.append(sampled[-1])
+        self.num_accepted += len(sampled) - 1
+        return sampled
 
 
 class Loop:
@@ -301,7 +320,8 @@ class Loop:
 
     def commit(self) -> list[RequestUpdate]:
         step_id, results, tiers = self.results.pop(0)
-        updates = self.scheduler.commit(step_id, results, (), tiers, seconds=(1 + hash((step_id, 7)) % 100) / 1000)
+        seconds = (1 + hash((step_id, 7)) % 100) / 1000
+        updates = self.scheduler.commit(step_id, results, (), tiers, seconds, elapsed=1.0)
         self.scheduler.check_integrity()
         for update in updates:
             self.hear(update)

@@ -108,6 +108,11 @@ class _RequestState:
         self._generation: Generation = prefill_and_generate(loaded.loop, record)
         self._clock: ChunkClock | None = None  # of a run of which traces are wanted
 
+    @property
+    def engine_request(self) -> EngineRequest:
+        """What the loop was given, or is to be."""
+        return self._generation.request
+
     def past(self) -> AsyncGenerator[TokenEvent, None]:
         """Yield the events of what another process has sent."""
         return replayed_events(self._replayed, self.request.past)
@@ -335,8 +340,12 @@ class TransformersInterface(BackendInterfaceBase):
     @override
     async def close(self) -> None:
         self._is_closed = True
+        begun = [state for state in self._requests.values() if state.is_submitted]
+        if self._loaded is not None:  # together, or one that waits would have the turn of one that has just ended
+            self._loaded.loop.abort([state.engine_request for state in begun])
         for state in self._requests.values():
-            state.end()
+            if not state.is_submitted:
+                state.end()
         await self._profiler.close(self._end_loop)
         self._opened = self._loaded = None
 

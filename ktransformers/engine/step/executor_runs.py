@@ -1,0 +1,124 @@
+"""The runs of an executor, and which rows' logits a step of theirs needs. Knows no runner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ktransformers.engine.sampling.logits_request import BEST_TOKEN, StepLogits
+from ktransformers.engine.sampling.sampler import RequestSampler
+from ktransformers.engine.step.hidden import Pooled
+from ktransformers.operators.context import ForwardContext
+from ktransformers.scheduler.records import NewSequence, ScheduledSequence
+
+__all__ = ["FIRST_ROW", "ONE_KEPT", "ExecutorRun", "KeptRows", "StepTensors", "kept_of", "needs_of", "rows_of"]
+
+
+@dataclass(slots=True)
+class ExecutorRun:
+    """The state of a run. error: why no token of it can be sampled, found when it started. table: room for its block
+    table, of which `told` is what rows have said.
+
+    pooled: the embedding of its prompt, on the way.
+    """
+
+    start: NewSequence
+    sampler: RequestSampler | None
+    error: str | None = None
+    pooled: Pooled | None = None
+    table: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    told: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+
+    def pages(self, row: ScheduledSequence) -> npt.NDArray[np.int32]:
+        """Return the block table with what `row` says of it: [P], valid until the run's next row. The same array until
+        a row says something."""
+        num_pages = row.first_page + len(row.block_table)
+        if row.block_table or num_pages != len(self.told):
+            self._tell(row, num_pages)
+        return self.told
+
+    def _tell(self, row: ScheduledSequence, num_pages: int) -> None:
+        if row.first_page > len(self.told):
+            raise ValueError(f"run {row.run_id}: page {row.first_page} is told of before page {len(self.told)}")
+        if num_pages > self.table.size:
+            more = np.empty(max(num_pages - self.table.size, self.table.size), np.int32)
+            self.table = np.concatenate((self.table, more))
+        self.table[row.first_page : num_pages] = row.block_table
+        self.told = self.table[:num_pages]
+
+
+class KeptRows:
+    """Which rows' logits a step needs: those that sample, and prompt rows whose next token is to be scored."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []  # indices into the flattened step
+        self.sampled: list[int] = []  # indices into rows, of each row that samples and of its draft tokens
+        self.scored: list[tuple[ScheduledSequence, int, int]] = []  # row, first index into rows, how many
+
+    def add(self, row: ScheduledSequence, first: int, scored: int) -> None:
+        """Add what is kept of a row's logits. first: flattened index of the row's first token; scored: how many of its
+        tokens are followed by prompt."""
+        if scored:
+            self.scored.append((row, len(self.rows), scored))
+            self.rows.extend(range(first, first + scored))
+        if row.is_sampled:
+            count = 1 + row.num_drafts
+            self.sampled.extend(range(len(self.rows), len(self.rows) + count))
+            self.rows.extend(range(first + row.num_tokens - count, first + row.num_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """The inputs of a step, as the runner takes them: ids and positions [T], and which rows' logits are kept. runs: of
+    the plan's rows."""
+
+    runs: Sequence[ExecutorRun]
+    kept: KeptRows
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    context: ForwardContext
+    keep: torch.Tensor
+    sources: Sequence[tuple[int, int]] = ()  # (index of a token, sampled row of the step before that it is)
+
+
+ONE_KEPT = KeptRows()
+ONE_KEPT.sampled.append(0)
+ONE_KEPT.rows.append(0)
+FIRST_ROW = torch.zeros(1, dtype=torch.int64)
+"""What is kept of a step of one token that samples."""
+
+
+def kept_of(rows: Sequence[ScheduledSequence], runs: Sequence[ExecutorRun]) -> KeptRows:
+    """Return what is kept of a step."""
+    kept, first = KeptRows(), 0
+    for run, row in zip(runs, rows, strict=True):
+        scored = 0
+        if run.start.params.prompt_logprobs is not None:
+            scored = max(min(row.start + row.num_tokens, run.start.prompt_len - 1) - row.start, 0)
+        kept.add(row, first, scored)
+        first += row.num_tokens
+    return kept
+
+
+def needs_of(rows: Sequence[ScheduledSequence], inputs: StepTensors) -> list[int] | None:
+    """Return what choosing tokens takes of kept rows (engine.sampling.logits_request); None where some are scored."""
+    if inputs.kept.scored:
+        return None
+    needs: list[int] = []
+    for run, row in zip(inputs.runs, rows, strict=True):
+        if row.is_sampled:
+            sampler = run.sampler
+            needs.append(BEST_TOKEN if sampler is None else sampler.logits_request)
+            needs += [BEST_TOKEN if sampler is None else sampler.later_request] * row.num_drafts
+    return needs
+
+
+def rows_of(logits: StepLogits, wanted: list[int], count: int) -> StepLogits:
+    """Return rows in ascending order; no copy when they are all wanted. count: how many there are."""
+    if len(wanted) == count:
+        return logits
+    return logits[wanted] if isinstance(logits, torch.Tensor) else logits.rows(wanted)

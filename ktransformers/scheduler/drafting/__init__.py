@@ -1,0 +1,10 @@
+"""Speculative decoding: draft tokens that a step runs behind a known one, and accepts as far as they are right.
+
+    prompt_lookup.py   drafts what followed the last tokens where they stood before in the sequence
+    acceptance.py      how often draft tokens like these were accepted of late
+    row_costs.py       what steps of so many rows take
+    planner.py         how many draft tokens each row of a step gets, so that it pays
+
+A draft token is accepted when it equals the token that is sampled there anyway: sampling depends on the seed and the
+position, and a row on nothing beside it. So drafting changes no answer, only how many steps it takes.
+"""

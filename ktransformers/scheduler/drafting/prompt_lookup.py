@@ -1,0 +1,111 @@
+"""Drafts how a sequence goes on from where its last tokens stood before: prompt lookup, or n-gram drafting.
+
+    ... the cat sat on the mat. Then the cat sat on ──> the mat. Then
+            └────── match ──────┘ draft  └─ last tokens ─┘
+
+Answers repeat their prompts: code that is edited, documents that are quoted, tables, tool calls. Knows ids only. Where
+the last draft was right, the match is one token longer; where it was wrong, the places behind the same two tokens are
+compared, which are kept in chains by a hash of these. Both take some microseconds, however long the sequence is.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from ktransformers.scheduler.drafting.acceptance import AcceptanceRates
+
+__all__ = ["MAX_CANDIDATES", "MAX_MATCH", "MIN_MATCH", "PACE", "PromptLookup"]
+
+MIN_MATCH = 2
+"""Tokens that have to be the same before what follows them is a draft: those that chains are found by."""
+
+MAX_MATCH = 16
+"""Tokens that are compared: a longer match tells no more."""
+
+MAX_CANDIDATES = 16
+"""Places that are compared, the latest ones."""
+
+PACE = 4096
+"""Tokens that are put into chains at a time, which takes a millisecond: a long prompt is not drafted from at once."""
+
+
+class PromptLookup:
+    """A Drafter of one sequence, from its own tokens.
+
+    rates: of all sequences; None: its own. match_len: tokens before the next one that are the same as those before its
+    draft, up to MAX_MATCH; 0: there is no draft.
+    """
+
+    def __init__(self, token_ids: Sequence[int] = (), rates: AcceptanceRates | None = None) -> None:
+        self._rates = rates or AcceptanceRates(MAX_MATCH)
+        self._ids = array("i", token_ids)
+        # A place is where something follows two tokens. By hash of these the latest one, and the one before each.
+        self._mask = (1 << max(len(token_ids).bit_length(), 8)) - 1
+        self._latest = array("i", [-1]) * (self._mask + 1)
+        self._before = array("i", [-1]) * MIN_MATCH
+        self._next = 0  # where the draft of the next token stands
+        self.match_len = 0
+        self._link()
+        self._find()
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return len(self._ids)
+
+    def add(self, token_id: int) -> bool | None:
+        """Take the sequence's next token, see Drafter.add: whether it was as drafted counts."""
+        was_right = None
+        if self.match_len:
+            was_right = self._ids[self._next] == token_id
+            self._rates.add(self.match_len, was_right)
+        self._ids.append(token_id)
+        self._link()
+        if was_right:
+            self._next += 1
+            self.match_len = min(self.match_len + 1, MAX_MATCH)
+        else:
+            self._find()
+        return was_right
+
+    def chances(self, most: int) -> list[float]:
+        """Return the chances of the first tokens of `draft`, see Drafter.chances."""
+        return self._rates.chances(self.match_len, most) if self.match_len else []
+
+    def draft(self, most: int) -> list[int]:
+        """Return `most` tokens that may come next, none without a match. Where they reach the sequence's end they begin
+        anew: what repeats goes on repeating."""
+        if not self.match_len:
+            return []
+        found = self._ids[self._next : self._next + most].tolist()
+        period = len(found)
+        for i in range(period, most):
+            found.append(found[i - period])
+        return found
+
+    def _hash(self, place: int) -> int:
+        return (self._ids[place - 2] * 0x9E3779B1 + self._ids[place - 1]) & self._mask
+
+    def _link(self) -> None:
+        """Put places into their chains, up to PACE of them."""
+        for place in range(len(self._before), min(len(self._ids), len(self._before) + PACE)):
+            chain = self._hash(place)
+            self._before.append(self._latest[chain])
+            self._latest[chain] = place
+
+    def _find(self) -> None:
+        """Find the longest match among the latest places of its chain, the latest of several."""
+        self.match_len = 0
+        ids, size = self._ids, len(self._ids)
+        if size < MIN_MATCH or len(self._before) < size:
+            return  # or it is not all in chains yet
+        place = self._latest[self._hash(size)]
+        for _ in range(MAX_CANDIDATES):
+            if place < 0:
+                return
+            length = 0
+            while length < min(place, MAX_MATCH) and ids[place - 1 - length] == ids[size - 1 - length]:
+                length += 1
+            if length >= MIN_MATCH and length > self.match_len:
+                self._next, self.match_len = place, length
+            place = self._before[place]

@@ -1,0 +1,150 @@
+"""Answers with draft tokens and without: the same tokens and log probabilities, `==`, whatever is drafted.
+
+Drafts here are the answer itself with wrong tokens in it, so that every number of them is accepted, over any step.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ktransformers.config import EngineConfig
+from ktransformers.core import Constraint, ConstraintKind, SamplingParams
+from ktransformers.engine.api.llm import LLM
+from ktransformers.engine.load.builder import build_engine
+from ktransformers.engine.sequence.outputs import RequestOutput
+from ktransformers.scheduler.config import SchedulerConfig
+from ktransformers.scheduler.drafting.planner import DraftPlanner
+from ktransformers.scheduler.sequence import Sequence as ScheduledRequest
+from tests.support.engines.paged_loop import Answer, PagedLoop, scheduler_config
+from tests.support.models.latent_models import latent_model
+from tests.support.models.pooled_models import POOLED_TYPES, pooled_model
+from tests.support.models.recurrent_models import RECURRENT_TYPES, recurrent_model
+from tests.support.models.tiny_models import VOCAB_SIZE, tiny_model, write_safetensors
+
+MAX_DRAFTS = 4
+PARAMS: list[dict[str, object]] = [
+    {"temperature": 0.0, "logprobs": 3},
+    {"temperature": 0.9, "top_p": 0.9, "seed": 5},
+    {"temperature": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2, "seed": 6},
+    {"temperature": 1.2, "top_k": 20, "seed": 7, "logprobs": 0, "min_tokens": 20},
+    {"temperature": 0.8, "seed": 8, "logit_bias": {3: 4.0, 9: -5.0}, "prompt_logprobs": 1},
+]
+ATTENTION_TYPES = ("deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_moe", "deepseek_v4")
+LATENT_TYPES = ("deepseek_v32", "longcat_flash")
+
+
+class KnownDrafts(DraftPlanner):
+    """Drafts what each answer goes on with, by the ends of requests' names, with wrong tokens in it."""
+
+    def __init__(self, config: SchedulerConfig, answers: dict[str, Sequence[int]], rng: random.Random):
+        super().__init__(config)
+        self.answers, self.rng, self.num_wrong = answers, rng, 0
+
+    def drafts(self, decodes: Sequence[ScheduledRequest], prefills: Sequence[ScheduledRequest]) -> list[list[int]]:
+        return [self._of(seq) for seq in decodes]
+
+    def _of(self, seq: ScheduledRequest) -> list[int]:
+        if seq.run is None or seq.run.num_pending or not seq.completion_len:
+            return []
+        count = min(self.rng.randrange(self.most + 1), self._most_of(seq))
+        drafts = list(self.answers[seq.request_id][seq.completion_len :][:count])
+        if drafts and self.rng.random() < 0.5:
+            at = self.rng.randrange(len(drafts))
+            drafts[at] = (drafts[at] + 1) % 7
+            self.num_wrong += 1
+        return drafts
+
+    def awaits_tokens(
+        self,
+        running: Sequence[ScheduledRequest],
+        decodes: Sequence[ScheduledRequest],
+        prefills: Sequence[ScheduledRequest],
+    ) -> bool:
+        return True
+
+
+def tiny(model_type: str, folder: Path) -> EngineConfig:
+    if model_type in RECURRENT_TYPES:
+        model = recurrent_model(model_type)
+    elif model_type in LATENT_TYPES:
+        model = latent_model(model_type)
+    elif model_type in ATTENTION_TYPES:
+        model = tiny_model(model_type)
+    else:
+        model = pooled_model(model_type)
+    return EngineConfig(model_path=write_safetensors(model, folder), cpu_infer=1, cache_lens=1024, self_check=False)
+
+
+def answers_of(loop: PagedLoop, params: Sequence[SamplingParams], vocab_size: int, seed: int = 1) -> list[Answer]:
+    """Of as many requests as there are params, side by side."""
+    rng = random.Random(seed)
+    for one in params:
+        prompt = [rng.randrange(3, vocab_size) for _ in range(rng.randrange(5, 40))]
+        loop.add(prompt, one)
+    loop.drain()
+    return list(loop.answers.values())
+
+
+def told(answers: Sequence[Answer]) -> list[tuple[object, ...]]:
+    return [(one.token_ids, one.logprobs, one.prompt_logprobs, one.reason) for one in answers]
+
+
+@pytest.mark.parametrize("model_type", [*ATTENTION_TYPES, *LATENT_TYPES, *POOLED_TYPES, *RECURRENT_TYPES])
+def test_drafting_changes_no_answer(model_type: str, tmp_path: Path) -> None:
+    params = [SamplingParams(max_tokens=40, ignore_eos=True, **one) for one in PARAMS]  # type: ignore[arg-type]
+    with closing(build_engine(tiny(model_type, tmp_path), page_size=16, max_batch_size=8)) as engine:
+        config = scheduler_config(engine, num_states=engine.cache.num_states, chunk_size=64, max_batch_size=3)
+        plain = answers_of(PagedLoop(config, lambda: engine.executor), params, VOCAB_SIZE)
+        engine.executor.reset()
+        loop = PagedLoop(replace(config, max_drafts=MAX_DRAFTS), lambda: engine.executor)
+        known = {f"r{i}": one.token_ids for i, one in enumerate(plain)}
+        loop.scheduler._drafts = drafts = KnownDrafts(loop.config, known, random.Random(3))
+        assert told(answers_of(loop, params, VOCAB_SIZE)) == told(plain)
+    stats = loop.scheduler.stats()
+    assert stats.num_accepted > 40
+    assert stats.num_drafted > stats.num_accepted
+    assert drafts.num_wrong > 10
+
+
+PROMPTS = [
+    "Write this again:\ndef add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n",
+    "Count: 1 2 3 4 5 6 7 8 1 2 3 4 5 6 7 8 1 2 3",
+    "Tell a story about a cat.",
+]
+SCHEMA = (
+    '{"type": "object", "properties": {"names": {"type": "array", "items": {"type": "string"}}}, "required": ["names"]}'
+)
+ASKED: list[dict[str, object]] = [
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 0.8, "seed": 5, "logprobs": 0},
+    {"temperature": 0.7, "seed": 3, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
+    {"temperature": 0.0, "constraint": Constraint(ConstraintKind.JSON_SCHEMA, SCHEMA), "ignore_eos": False},
+    {"temperature": 0.0, "stop": ("return", "4 5 6")},
+    {"temperature": 0.9, "seed": 11, "n": 2},
+    {"temperature": 0.0, "min_tokens": 30, "ignore_eos": False},
+]
+
+
+def outputs(speculative: str) -> list[RequestOutput]:
+    found: list[RequestOutput] = []
+    with LLM(cpu_infer=1, speculative=speculative) as llm:
+        for asked in ASKED:
+            params = SamplingParams(**({"max_tokens": 60, "ignore_eos": True} | asked))  # type: ignore[arg-type]
+            found += llm.generate(PROMPTS, params)
+    return found
+
+
+def test_the_bundled_model_says_the_same_with_prompt_lookup_and_without() -> None:
+    plain, drafted = outputs("off"), outputs("ngram")
+    for one, other in zip(plain, drafted, strict=True):
+        assert (one.token_ids, one.text, one.logprobs) == (other.token_ids, other.text, other.logprobs)
+        assert one.finish_reason == other.finish_reason
+        assert one.stats.num_drafted == one.stats.num_accepted == 0
+        assert 0 <= other.stats.num_accepted <= other.stats.num_drafted
+    assert sum(one.stats.num_accepted for one in drafted) > 100

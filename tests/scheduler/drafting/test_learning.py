@@ -1,0 +1,71 @@
+"""What is learnt of acceptance and of times, with numbers worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from ktransformers.scheduler.drafting.acceptance import AcceptanceRates
+from ktransformers.scheduler.drafting.row_costs import RowCosts
+
+
+def test_at_first_longer_matches_are_believed_more() -> None:
+    rates = AcceptanceRates(16)
+    assert rates.chances(2, 3) == [0.5, 0.5 * 3 / 5, 0.5 * 3 / 5 * 4 / 6]
+    assert rates.chances(16, 2) == [16 / 18, (16 / 18) ** 2]  # no longer ones are told apart
+
+
+def test_what_came_decides_before_long() -> None:
+    rates = AcceptanceRates(16)
+    for _ in range(500):
+        rates.add(2, False)
+        rates.add(3, True)
+    assert rates.chances(2, 1)[0] < 0.01
+    assert rates.chances(3, 1)[0] > 0.99
+    assert rates.chances(4, 1) == [4 / 6]
+    for _ in range(600):
+        rates.add(2, True)
+    assert rates.chances(2, 1)[0] > 0.9  # what was long ago is forgotten
+
+
+def test_rates_are_means_of_a_sliding_weight() -> None:
+    rates = AcceptanceRates(16)
+    rates.add(2, True)  # 0.5 worth 8, and one more
+    assert rates.chances(2, 1) == [pytest.approx((0.5 * 8 + 1) / 9)]
+
+
+def test_times_between_and_beyond_those_that_were_seen() -> None:
+    costs = RowCosts(8)
+    assert costs.most_rows == 0
+    costs.add(1, 10.0)
+    assert costs.knows(1)
+    assert not costs.knows(2)
+    assert costs.most_rows == 2
+    assert costs.seconds(2) == pytest.approx(10.9)  # less than a tenth of a step
+    costs.add(4, 40.0)
+    assert [costs.seconds(rows) for rows in (1, 2, 3, 4)] == [10.0, 20.0, 30.0, 40.0]
+    assert costs.seconds(5) == pytest.approx(49.0)
+    assert costs.seconds(6) == pytest.approx(58.0)
+    assert costs.most_rows == 8
+    costs.add(8, 30.0)
+    assert [costs.seconds(rows) for rows in (4, 6, 8)] == [40.0, 40.0, 40.0]  # more rows never take less
+
+
+def test_medians_count() -> None:
+    costs = RowCosts(4)
+    for seconds in (1.0, 50.0, 1.0, 1.2, 0.9):
+        costs.add(2, seconds)
+    assert costs.seconds(2) == 1.0
+
+
+def test_sizes_that_were_not_timed_for_long_are_forgotten() -> None:
+    costs = RowCosts(4)
+    costs.add(2, 1.0)
+    for _ in range(1024):
+        costs.add(1, 1.0)
+    assert costs.knows(2)
+    costs.add(1, 1.0)
+    assert not costs.knows(2)
+    costs.add(9, 1.0)
+    costs.add(3, 0.0)  # nobody knows
+    assert not costs.knows(9)
+    assert not costs.knows(3)

@@ -1,0 +1,72 @@
+"""How many draft tokens pay, for times and chances that are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from ktransformers.scheduler.scheduler import Scheduler
+from tests.support.servers.fake_engine import Loop, make_config, make_request
+
+REPEATED = [1, 2, 3, 4, 5, 6, 7, 8] * 3
+
+
+class Timed(Loop):
+    """A loop whose steps take what `seconds` says of their rows."""
+
+    seconds: Callable[[int], float] = staticmethod(lambda rows: 1.0)
+
+    def commit(self):  # type: ignore[no-untyped-def]
+        (step,) = [step for step in self.scheduler._in_flight if step.step_id == self.results[0][0]]
+        step_id, results, tiers = self.results.pop(0)
+        updates = self.scheduler.commit(step_id, results, (), tiers, elapsed=self.seconds(step.num_rows))
+        for update in updates:
+            self.hear(update)
+        return updates
+
+
+def drafted(seconds: Callable[[int], float], num_streams: int = 1, max_tokens: int = 300) -> tuple[int, int, float]:
+    """(draft tokens, tokens, seconds of all steps) of streams that repeat themselves."""
+    loop = Timed(make_config(num_pages=2000, chunk_size=256, max_batch_size=16, max_drafts=7))
+    loop.seconds, total = seconds, 0.0  # type: ignore[method-assign]
+    for i in range(num_streams):
+        loop.add(make_request(f"r{i}", REPEATED, max_tokens, ignore_eos=True, seed=2 * i + 2))
+    while loop.scheduler.has_work:
+        loop.schedule()
+        total += seconds(loop.scheduler._in_flight[0].num_rows)
+        loop.commit()
+    loop.check_answers()
+    return loop.scheduler.stats().num_drafted, max_tokens * num_streams, total
+
+
+def test_where_rows_cost_nothing_many_are_drafted() -> None:
+    num_drafted, num_tokens, total = drafted(lambda rows: 1.0)
+    assert num_drafted > 100
+    assert total < 0.7 * num_tokens
+
+
+def test_where_each_row_costs_a_step_none_are() -> None:
+    """But for some that find that out, at most one in a hundred steps."""
+    num_drafted, num_tokens, total = drafted(lambda rows: float(rows))
+    assert num_drafted <= 7
+    assert total <= 1.01 * num_tokens + 24  # the prompt
+
+
+@pytest.mark.parametrize("second", [1.2, 1.5, 1.75, 2.0])
+def test_drafting_is_never_slower_by_more_than_a_hundredth(second: float) -> None:
+    _, num_tokens, total = drafted(lambda rows: 1.0 + (second - 1) * (min(rows, 8) - 1), max_tokens=1000)
+    assert total <= 1.01 * num_tokens + 30
+
+
+def test_at_sixteen_streams_that_fill_the_processor_it_is_off() -> None:
+    num_drafted, num_tokens, total = drafted(float, num_streams=16, max_tokens=200)
+    assert num_drafted <= 64
+    assert total <= 1.01 * num_tokens + 16 * 24
+
+
+def test_nothing_is_looked_up_where_nothing_may_be_drafted() -> None:
+    scheduler = Scheduler(make_config())
+    scheduler.add(make_request("a", REPEATED))
+    assert scheduler.schedule() is not None
+    assert scheduler._requests["a"].drafter is None

@@ -1,0 +1,79 @@
+"""What follows the last tokens where they stood before: against a search by hand over all places."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ktransformers.scheduler.drafting.prompt_lookup import MAX_CANDIDATES, MAX_MATCH, MIN_MATCH, PACE, PromptLookup
+
+
+def longest_match(ids: list[int]) -> tuple[int, int]:
+    """(length, place of what follows) of the longest match of the last tokens among the latest places behind the same
+    two, the latest of several; (0, 0): none."""
+    best, seen = (0, 0), 0
+    for place in range(len(ids) - 1, MIN_MATCH - 1, -1):
+        length = 0
+        while length < min(place, MAX_MATCH) and ids[place - 1 - length] == ids[-1 - length]:
+            length += 1
+        if length >= MIN_MATCH and seen < MAX_CANDIDATES:
+            seen += 1
+            best = max(best, (length, place), key=lambda found: found[0])
+    return best
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(st.integers(0, 3), max_size=60))
+def test_a_new_search_finds_the_longest_match(ids: list[int]) -> None:
+    lookup = PromptLookup(ids)
+    length, place = longest_match(ids)
+    assert lookup.match_len == length
+    if length:
+        period = len(ids) - place
+        assert lookup.draft(70) == [ids[place + i % period] for i in range(70)]
+    else:
+        assert lookup.draft(70) == []
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(st.integers(0, 2), max_size=30), st.lists(st.integers(0, 2), max_size=60))
+def test_a_match_goes_on_while_the_draft_is_right(prompt: list[int], answer: list[int]) -> None:
+    lookup, ids = PromptLookup(prompt), list(prompt)
+    for token_id in answer:
+        before, draft = lookup.match_len, lookup.draft(1)
+        was_right = lookup.add(token_id)
+        ids.append(token_id)
+        assert len(lookup) == len(ids)
+        assert was_right == (None if not before else draft == [token_id])
+        if was_right:
+            assert lookup.match_len == min(before + 1, MAX_MATCH)
+        else:
+            assert lookup.match_len == longest_match(ids)[0]
+
+
+def test_an_example() -> None:
+    #                      the cat sat on the mat then the cat
+    lookup = PromptLookup([7, 8, 9, 1, 7, 2, 3, 7, 8])
+    assert (lookup.match_len, lookup.draft(3)) == (2, [9, 1, 7])
+    assert lookup.add(9) is True
+    assert (lookup.match_len, lookup.draft(2)) == (3, [1, 7])
+    assert lookup.add(5) is False
+    assert (lookup.match_len, lookup.draft(2)) == (0, [])
+    assert lookup.add(7) is None
+
+
+def test_a_long_prompt_is_taken_in_step_by_step() -> None:
+    prompt = [*range(3 * PACE), 1, 2, 3]
+    lookup = PromptLookup(prompt)
+    steps = 0
+    while not lookup.match_len:
+        lookup.add(4 + steps)
+        steps += 1
+    assert steps == 3
+    assert lookup.draft(2) == [7, 8]
+    assert len(lookup) == len(prompt) + 3
+
+
+def test_all_ids_there_may_be() -> None:
+    ids = [0, 0xFFFF, 0x10FFFF, 200_000, (1 << 31) - 1]
+    assert PromptLookup([*ids, 5, *ids[:2]]).draft(5) == [*ids[2:], 5, 0]
