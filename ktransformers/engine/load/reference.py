@@ -91,6 +91,9 @@ class ReferenceRunner:
         needs: Sequence[int] | None,
     ) -> torch.Tensor:
         """Run the tokens behind `prefix`. Returns whole logits, fp32 [N, vocab_size], of the rows in `keep`."""
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
         shared = _common_prefix_len(self._ids, self.prefix)
         if shared < len(self._ids) or not self._is_intact:
             self._rewind(shared)

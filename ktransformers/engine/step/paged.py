@@ -75,11 +75,11 @@ class StepRunner(Protocol):
 
     @property
     def runs_apart(self) -> bool:
-        """Whether a step is computed while `meanwhile` is called, which is set for it: by GPUs. Others may call it
-        before they compute."""
+        """Whether a step is computed while `meanwhile` is called, which is set for it: by GPUs."""
         ...
 
     meanwhile: Callable[[], None] | None
+    """To be called once in the step for which it is set; by runners that do not run apart before they compute."""
 
     def begin(
         self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor
@@ -95,9 +95,9 @@ class PagedExecutor:
     that somebody wants to know. mask_of: asked when a run starts, for what decides which tokens may come next
     (structured output). eos_token_ids: see RequestSampler. recorder: takes what steps took while a profile is written;
     set between steps. new_runtime: makes what records what is below Python, for a recorder. tiers: what is below the
-    cache. hand_over: called in steps that do not run apart when others may have Python, if the runner knows of such a
-    moment; not in every step. take_hot: what is new of experts in slots of GPUs, see StepResult.hot; after each step.
-    mend_model: see Ranks.recover. find_damage: what to say of the weights where logits or an embedding are no numbers.
+    cache. hand_over: called in steps that do not run apart, once others may have Python: right before they are
+    computed. take_hot: what is new of experts in slots of GPUs, see StepResult.hot; after each step. mend_model: see
+    Ranks.recover. find_damage: what to say of the weights where logits or an embedding are no numbers.
     """
 
     recorder: Recorder | None = None

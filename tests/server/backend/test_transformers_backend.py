@@ -144,3 +144,18 @@ def test_both_backends_give_the_same_greedy_answers_over_http(llm: LLM) -> None:
             )
             assert answer.choices[0].message.content == ours.text
         assert process.terminate() == 0
+
+
+def test_readers_are_woken_before_the_model_computes() -> None:
+    """Or each token would come to them when the next one is computed, and so would how far a prompt is."""
+    config, said = EngineConfig(model_path=DEMO_CHECKPOINT, cpu_infer=1), list[str]()
+    engine = build_reference_engine(config)
+    try:
+        engine.runner.meanwhile = lambda: said.append("meanwhile")
+        handle = engine.runner._model.register_forward_pre_hook(lambda *_: said.append("model"))
+        forward(engine.runner, [5, 6, 7])
+        forward(engine.runner, [8], [5, 6, 7])
+        handle.remove()
+        assert said == ["meanwhile", "model", "model"]
+    finally:
+        engine.close()

@@ -151,6 +151,9 @@ class _Steps:
     def reduced_step(
         self, token_ids: torch.Tensor, positions: torch.Tensor, context: Any, keep: torch.Tensor, needs: Any
     ) -> torch.Tensor:
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
         shared = 0
         while shared < min(len(self.prefix), len(self.runner.written)):
             if self.prefix[shared] != self.runner.written[shared]:
