@@ -13,9 +13,9 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-from gguf import GGMLQuantizationType as QuantType
 from transformers import PreTrainedModel
 
+from ktransformers.kernels.types import QuantType
 from tests.support.models.low_bits import encode
 
 ARCH_OF = {

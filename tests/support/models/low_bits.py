@@ -8,8 +8,8 @@ from __future__ import annotations
 import gguf.quants
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType as QuantType
 
+from ktransformers.kernels.types import QuantType
 from ktransformers.weights.quantize.write import WRITABLE_TYPES, quantize
 from tests.support.models.grid_blocks import GRID_TYPES, grid_blocks
 
