@@ -51,7 +51,8 @@ def _decode_iq4_k(blocks: _U8Array) -> _F32Array:
     packed = blocks[:, 16:].reshape(-1, 8, 1, 16)
     codes = np.concatenate([packed & 15, packed >> 4], axis=2).reshape(-1, 16, 16)
     values = np.array(quants.IQ4_NL.kvalues, dtype=np.int32)[codes] + shifts[..., None]
-    return (d * scales.astype(np.float32))[..., None] * values.astype(np.float32)
+    weights: _F32Array = (d * scales.astype(np.float32))[..., None] * values.astype(np.float32)
+    return weights
 
 
 _DECODERS: Mapping[QuantType, Callable[[_U8Array], _F32Array]] = {
