@@ -38,6 +38,7 @@ enum class QType : int32_t {
   MXFP4 = 39,
   NVFP4 = 40,
   Q1_0 = 41,
+  IQ4_K = 139,  // of ik_llama.cpp
   F8_E4M3 = 1000
 };
 
@@ -54,7 +55,7 @@ constexpr int kFp8Block = 128;  // rows and columns of FP8 weights that share a 
 // Which files of kernels/ compute with a type.
 enum class Kernels : int32_t {
   Plain = 0,   // formats/gemm.inl: numbers, in rows. BF16 is re-laid for products of bf16 alone
-  Packed = 1,  // packed/packed.inl: K-quants, IQ4_XS, Q8_0 and Q4_0
+  Packed = 1,  // packed/packed.inl: K-quants, IQ4_XS, IQ4_K, Q8_0 and Q4_0
   Low = 2,     // packed/small.inl, k2k3.inl, ternary.inl: the types of formats/low.inl, and MXFP4
   Grid = 3,    // packed/grid.inl: codes that are looked up in a grid
   Fp8 = 4,     // packed/fp8.inl
@@ -91,6 +92,7 @@ constexpr FormatInfo kFormats[] = {
     {QType::Q6_K, "Q6_K", 256, 210, ActForm::Q256, Kernels::Packed, 256, kHalves, 3328},
     {QType::IQ4_NL, "IQ4_NL", 32, 18, ActForm::Q32, Kernels::Low, 32, kHalves, 256},
     {QType::IQ4_XS, "IQ4_XS", 256, 136, ActForm::Q256, Kernels::Packed, 256, kHalves, 2176},
+    {QType::IQ4_K, "IQ4_K", 256, 144, ActForm::Q256, Kernels::Packed, 256, kHalves, 2304},
     {QType::IQ2_XXS, "IQ2_XXS", 256, 66, ActForm::Q256, Kernels::Grid, 256, kHalves, 1024},
     {QType::IQ2_XS, "IQ2_XS", 256, 74, ActForm::Q256, Kernels::Grid, 256, kHalves, 1152},
     {QType::IQ2_S, "IQ2_S", 256, 82, ActForm::Q256, Kernels::Grid, 256, kHalves, 1280},

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import gguf
 import torch
-from gguf import GGMLQuantizationType as QuantType
 from model import Shape
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from ktransformers.config import DEMO_MODEL_PATH
+from ktransformers.kernels.types import QuantType
 from ktransformers.weights.quantize.write import quantize
 
 GGUF_NAME = "demo-Q4_K_M.gguf"

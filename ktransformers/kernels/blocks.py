@@ -1,17 +1,24 @@
-"""Decodes ggml's blocks to numbers: by `gguf.quants`, and those of Q1_0, of which the package has the name and sizes
-only.
+"""Decodes ggml's blocks to numbers: by `gguf.quants`, and those of the types that the package has no decoder for.
 
 Q1_0 is 128 weights in 18 bytes: an fp16 number d, and a bit for each, from the lowest of the first byte up: d where it
-is set, else -d (llama.cpp's ggml-quants.c). Knows nothing of files, the extension or devices.
+is set, else -d (llama.cpp's ggml-quants.c).
+
+IQ4_K is 256 weights in 144 bytes (ik_llama.cpp's ggml-common.h): an fp16 number d; a bit b for each 16 weights, from
+the lowest up; the upper 2 bits of their 16 scales s, four in a byte; the lower 4 bits, two in a byte; 8 times 16 bytes
+of codes q, the low nibbles being the first 16 of 32 weights. A weight is d (s - 32) (IQ4_NL's value of q + 4 b).
+
+Knows nothing of files, the extension or devices.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
 from gguf import quants
 
-from ktransformers.kernels.types import QuantType
+from ktransformers.kernels.types import QuantType, type_size
 
 __all__ = ["decode_blocks"]
 
@@ -23,9 +30,33 @@ def decode_blocks(rows: _U8Array, qtype: QuantType) -> _F32Array:
     """Decode blocks of a type, uint8 [..., bytes of whole blocks], to fp32 [..., cols]. Raises NotImplementedError
     where no decoder is known.
     """
-    if qtype is not QuantType.Q1_0:
-        return np.ascontiguousarray(quants.dequantize(np.ascontiguousarray(rows), qtype), dtype=np.float32)
-    blocks = np.ascontiguousarray(rows).reshape(-1, 18)
+    rows = np.ascontiguousarray(rows)
+    decode = _DECODERS.get(qtype)
+    if decode is None:
+        return np.ascontiguousarray(quants.dequantize(rows, qtype), dtype=np.float32)
+    return decode(rows.reshape(-1, type_size(qtype))).reshape(*rows.shape[:-1], -1)
+
+
+def _decode_q1_0(blocks: _U8Array) -> _F32Array:
     d = blocks[:, :2].copy().view(np.float16).astype(np.float32)
-    bits = np.unpackbits(blocks[:, 2:], axis=1, bitorder="little")
-    return np.where(bits, d, -d).reshape(*rows.shape[:-1], -1)
+    return np.where(np.unpackbits(blocks[:, 2:], axis=1, bitorder="little"), d, -d)
+
+
+def _decode_iq4_k(blocks: _U8Array) -> _F32Array:
+    d = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+    shifts = 4 * np.unpackbits(blocks[:, 2:4], axis=1, bitorder="little").astype(np.int32)
+    upper = blocks[:, 4:8, None] >> np.array([0, 2, 4, 6], dtype=np.uint8) & 3
+    lower = blocks[:, 8:16, None] >> np.array([0, 4], dtype=np.uint8) & 15
+    scales = (lower.reshape(-1, 16) | upper.reshape(-1, 16) << 4).astype(np.int32) - 32
+    packed = blocks[:, 16:].reshape(-1, 8, 1, 16)
+    codes = np.concatenate([packed & 15, packed >> 4], axis=2).reshape(-1, 16, 16)
+    values = np.array(quants.IQ4_NL.kvalues, dtype=np.int32)[codes] + shifts[..., None]
+    weights: _F32Array = (d * scales.astype(np.float32))[..., None] * values.astype(np.float32)
+    return weights
+
+
+_DECODERS: Mapping[QuantType, Callable[[_U8Array], _F32Array]] = {
+    QuantType.Q1_0: _decode_q1_0,
+    QuantType.IQ4_K: _decode_iq4_k,
+}
+"""Of blocks [N, bytes] to fp32, N times the elements of a block."""

@@ -1,7 +1,8 @@
 """Types of the kernels' arguments: tensors in ggml block layout, FP8 matrices, packed matrices, experts, activations.
 
-Knows the sizes of ggml's block formats (from the `gguf` package) and how rows of blocks lie in memory. Does not know
-where the bytes come from or what a block's bits mean. Numbers that cross to the native extension are the extension's.
+Knows the sizes of ggml's block formats (from the table of weight types and the `gguf` package) and how rows of blocks
+lie in memory. Does not know where the bytes come from or what a block's bits mean. Numbers that cross to the native
+extension are the extension's.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from gguf import GGML_QUANT_SIZES
-from gguf import GGMLQuantizationType as QuantType
 
 from ktransformers.kernels.extension import extension
+from ktransformers.kernels.formats import FORMATS
 
 __all__ = [
     "FP8_BLOCK",
@@ -44,6 +45,22 @@ class OwnType(IntEnum):
     """Types of resident weights that ggml has no number for; the numbers are outside its range."""
 
     F8_E4M3 = extension.F8_E4M3  # e4m3fn codes under one fp32 scale per FP8_BLOCK rows and columns
+
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType as QuantType
+else:
+    from gguf import GGMLQuantizationType
+
+    # The members are the package's and, beyond them, those of the table: types of llama.cpp's forks. Members of one
+    # name and number are equal, so that the package's functions take either.
+    QuantType = IntEnum(
+        "QuantType",
+        {kind.name: int(kind) for kind in GGMLQuantizationType}
+        | {record.name: number for number, record in FORMATS.items() if number not in set(OwnType)},
+        module=__name__,
+    )
+    QuantType.__doc__ = "Block types that GGUF files have numbers for."
 
 
 _GROUP_TYPES: dict[str, tuple[int, int, int]] = extension.group_types()
@@ -85,14 +102,14 @@ def block_size(qtype: BlockType) -> int:
     """Return the elements in one block of `qtype` (1 for F32, 32 for Q8_0, 256 for Q4_K)."""
     if isinstance(qtype, GroupType):
         return _GROUP_TYPES[qtype.name][1]
-    return int(GGML_QUANT_SIZES[qtype][0])
+    return FORMATS[qtype].block if qtype in FORMATS else int(GGML_QUANT_SIZES[qtype][0])
 
 
 def type_size(qtype: BlockType) -> int:
     """Return the bytes in one block of `qtype` (4 for F32, 34 for Q8_0, 144 for Q4_K)."""
     if isinstance(qtype, GroupType):
         return _GROUP_TYPES[qtype.name][2]
-    return int(GGML_QUANT_SIZES[qtype][1])
+    return FORMATS[qtype].nbytes if qtype in FORMATS else int(GGML_QUANT_SIZES[qtype][1])
 
 
 def row_bytes(qtype: BlockType, cols: int) -> int:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from gguf import GGMLQuantizationType as QuantType
 
 from ktransformers.cli import main
 from ktransformers.cli.models import pull_progress
@@ -18,6 +17,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import plan_model
 from ktransformers.hub import download
 from ktransformers.hub.locate import locate_model, locate_path
+from ktransformers.kernels.types import QuantType
 from ktransformers.optimize.machine import Machine
 from ktransformers.weights.gguf.file import open_gguf
 from tests.support.gguf.writer import write_gguf

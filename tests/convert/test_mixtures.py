@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gguf import GGMLQuantizationType as T
 
 from ktransformers.cli.models.quantize import TYPES
 from ktransformers.convert.mixtures import MIXTURES, ModelShape, choose_types, read_rules
 from ktransformers.errors import RuleError
+from ktransformers.kernels.types import QuantType as T
 
 
 def llama_shapes(layers: int = 32, *, experts: int = 0, cols: int = 4096) -> dict[str, tuple[int, ...]]:

@@ -14,13 +14,13 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType as T
 from gguf import GGUFValueType
 
 from ktransformers.cli import main
 from ktransformers.convert import partial_file, writing
 from ktransformers.convert.mixtures import TypeRule
 from ktransformers.errors import CapacityError, ConfigError, WeightError
+from ktransformers.kernels.types import QuantType as T
 from tests.support.gguf.converting import contents, quantized, tensors
 from tests.support.models.demo import DEMO_CHECKPOINT, DEMO_GGUF
 

@@ -15,9 +15,11 @@ from tests.docs.named import ROOT, Files, dotted_names, file_names, missing_dott
 ELSEWHERE = {
     # llama.cpp's, as a program and as sources
     "llama.cpp",
+    "ik_llama.cpp",
     "ggml.h",
     "ggml-alloc.h",
     "ggml-backend.h",
+    "ggml-common.h",
     "ggml-quants.h",
     "include/ggml.h",
     "include/llama.h",

@@ -30,6 +30,7 @@ SCALES = {
     QuantType.Q6_K: (208,),
     QuantType.IQ4_NL: (0,),
     QuantType.IQ4_XS: (0,),
+    QuantType.IQ4_K: (0,),
     QuantType.TQ1_0: (52,),
     QuantType.TQ2_0: (64,),
     QuantType.Q1_0: (0,),

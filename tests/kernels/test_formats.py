@@ -19,12 +19,14 @@ CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
 
 def test_records_agree_with_gguf() -> None:
+    known = {int(kind) for kind in GGML_QUANT_SIZES}
     for number, record in FORMATS.items():
-        if number != OwnType.F8_E4M3:
+        if number in known:
             assert (record.block, record.nbytes) == GGML_QUANT_SIZES[QuantType(number)]
             assert record.name == QuantType(number).name
     assert FORMATS[OwnType.F8_E4M3].kernels is Kernels.FP8
-    assert len(FORMATS) == 28
+    assert {record.name for number, record in FORMATS.items() if number not in known} == {"F8_E4M3", "IQ4_K"}
+    assert len(FORMATS) == 29
 
 
 @pytest.mark.parametrize(
@@ -33,6 +35,7 @@ def test_records_agree_with_gguf() -> None:
         (QuantType.Q4_K, 512, 2 * (2 * 32 + 8 * 32 + 32 * 64)),  # d, dmin; scales, minima; lines: no head
         (QuantType.Q6_K, 256, 64 + 8 * 32 + 48 * 64),  # a head of 32 bytes is padded to 64
         (QuantType.Q6_K, 768, 128 + 3 * (8 * 32 + 48 * 64)),
+        (QuantType.IQ4_K, 768, 128 + 3 * (8 * 32 + 32 * 64)),
         (QuantType.Q8_0, 96, 128 + 3 * 512),
         (QuantType.Q4_1, 32, 64 + 256),  # d and m of 16 rows
         (QuantType.MXFP4, 160, 128 + 5 * 256),  # 80 bytes of exponents

@@ -10,11 +10,11 @@ import gguf.quants
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType as T
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.model.opened import config_of_model
 from ktransformers.errors import TensorMismatchError, UnsupportedError
+from ktransformers.kernels.types import QuantType as T
 from ktransformers.models.facts import ModelFacts
 from ktransformers.weights.gguf import source as gguf_source
 from ktransformers.weights.gguf.file import open_gguf

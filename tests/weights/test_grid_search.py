@@ -5,8 +5,8 @@ from __future__ import annotations
 import gguf.quants
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType as T
 
+from ktransformers.kernels.types import QuantType as T
 from ktransformers.weights.quantize.grid_books import books_of
 from ktransformers.weights.quantize.grid_search import GRID_TYPES
 from ktransformers.weights.quantize.write import quantize

@@ -8,10 +8,10 @@ import gguf.quants
 import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES
-from gguf import GGMLQuantizationType as T
 
 from benchmarks.peers.llama_library import library_folder
 from ktransformers.errors import UnsupportedError, WeightError
+from ktransformers.kernels.types import QuantType as T
 from ktransformers.weights.quantize.grid_search import GRID_TYPES
 from ktransformers.weights.quantize.write import QUANTIZABLE_TYPES, WRITABLE_TYPES, quantize, target_type
 

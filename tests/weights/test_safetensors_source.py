@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from gguf import GGMLQuantizationType as T
 
 from ktransformers.errors import FormatError, TensorMismatchError, UnsupportedError
 from ktransformers.kernels import reference
 from ktransformers.kernels.types import OwnType
+from ktransformers.kernels.types import QuantType as T
 from ktransformers.models.facts import ModelFacts
 from ktransformers.weights import experts
 from ktransformers.weights.quantize.write import quantize

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGML_QUANT_SIZES
-from gguf import GGMLQuantizationType as T
 
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.cpu import NATIVE_TYPES
+from ktransformers.kernels.types import QuantType as T
 from ktransformers.kernels.types import RawTensor
 from ktransformers.weights.quantize.transcode import dequantize, resident_type, transcode
 
-DECODABLE = [*sorted(gguf.quants._type_traits, key=lambda t: t.value), T.Q1_0]
+DECODABLE = [*(T(kind) for kind in sorted(gguf.quants._type_traits)), T.Q1_0]
 FLOATS = (T.F32, T.F16, T.BF16)
 SCALE_AT = {T.TQ1_0: (52,), T.TQ2_0: (64,), T.Q2_K: (80, 82), T.Q3_K: (108,), T.Q6_K: (208,)}
 """Where the fp16 numbers of a block are, unless at its start."""

@@ -10,13 +10,15 @@
 //   Q5_K  256 columns   d[16], dmin[16], scales, minima, 32 lines, 8 lines of fifth bits    180 B (176)
 //   Q6_K  256 columns   scales, 32 lines, 16 lines of upper bits                            210 B
 //   IQ4_XS 256 columns  scales - 32, 32 lines                                               138 B (136)
+//   IQ4_K 256 columns   scales, 32 lines                                                    146 B (144)
 //   MXFP4  32 columns   4 lines as Q4_0; the head holds bytes e instead of halves            17 B
 //   those of formats/low.inl: packed/k2k3.inl, packed/ternary.inl, packed/small.inl
 //
 // Lines of 256 columns: line 8 g + i holds step 16 g + i in its low and step 16 g + 8 + i in its high nibbles (g < 4).
 // Fifth bits: line 2 g holds bit i of step 16 g + i in bit i, line 2 g + 1 that of step 16 g + 8 + i.
 // Upper bits: line 4 g + i (i < 4) holds those of steps 16 g + i, + 4, + 8, + 12, two bits each, from the lowest up.
-// Scales and minima: byte pairs of sub-blocks 2 j, 2 j + 1 of each row, 32 bytes for every j.
+// Scales and minima: byte pairs of sub-blocks 2 j, 2 j + 1 of each row, 32 bytes for every j. Those of IQ4_K are
+// 2 (scale - 32) + b, with the bit b that adds 4 to the sub-block's values.
 // FP8 has a form and an arithmetic of its own: fp8.inl. Types with grids: packed/grid.inl.
 
 namespace {
@@ -81,17 +83,41 @@ struct PackedQ6K {
   }
 };
 
-// low and high give value + 128, for tiles (amx.inl); the kernels here use signed values.
+// low and high give value + 128, for tiles (amx.inl); the kernels here use signed values, see packed/signed.inl.
 struct PackedIQ4XS {
   using F = FormatIQ4XS;
   static constexpr int offset = 128;
+  static constexpr bool is_shifted = false;
   static constexpr int64_t bytes = 128 + 2048, scales = 0, minima = 0, lines = 128;
   template <int I> static wb low(const uint8_t*, int, wb line) { return lookup16(low_nibbles(line), kIq4Unsigned.v); }
   template <int I> static wb high(const uint8_t*, int, wb line) { return lookup16(high_nibbles(line), kIq4Unsigned.v); }
 };
 
+struct PackedIQ4K {
+  using F = FormatIQ4K;
+  static constexpr int offset = 128;
+  static constexpr bool is_shifted = true;
+  static constexpr int64_t bytes = 256 + 2048, scales = 0, minima = 0, lines = 256;
+  // 0 or 4 in the bytes of every row: what sub-block 2 j + ODD adds to its values.
+  template <int ODD> static wb shift(const uint8_t* p, int j) {
+    alignas(64) int32_t pairs[16];
+    storei(pairs, pairs_u8(p + scales + 32 * j));
+    return move_bits<0, 2>(spread_byte<2 * ODD>(load_wb(reinterpret_cast<const uint8_t*>(pairs))), 1);
+  }
+  template <int I> static wb low(const uint8_t* p, int g, wb line) {
+    return add_bytes(lookup16(low_nibbles(line), kIq4Unsigned.v), shift<I / 4>(p, 2 * g));
+  }
+  template <int I> static wb high(const uint8_t* p, int g, wb line) {
+    return add_bytes(lookup16(high_nibbles(line), kIq4Unsigned.v), shift<I / 4>(p, 2 * g + 1));
+  }
+};
+
 template <class P> inline vi load_scales(const uint8_t* p, int j) {
   return P::F::has_min ? pairs_u8(p + P::scales + 32 * j) : pairs_s8(p + P::scales + 32 * j);
+}
+template <> inline vi load_scales<PackedIQ4K>(const uint8_t* p, int j) {
+  const vi pair = pairs_s8(p + PackedIQ4K::scales + 32 * j);
+  return ori(andi(sar<1>(lane_scale_low(pair)), set1i(0xffff)), shl<16>(sar<1>(lane_scale_high(pair))));
 }
 template <class P> inline vi load_minima(const uint8_t* p, int j) {
   if constexpr (P::F::has_min) return pairs_u8(p + P::minima + 32 * j);
@@ -361,8 +387,8 @@ template <class P> void packed32_many(const TileArgs& a) {
 // Up to here a tile is read again for every few tokens (it stays in the first two caches) rather than staged.
 constexpr int kFewPacked = 2 * kPackedTokens;
 
-template <class P, int C> void narrow256_few(const TileArgs& a, int t);  // narrow.inl, for kNarrowSums
-template <int C> void packed_signed_few(const TileArgs& a, int t);       // packed/signed.inl
+template <class P, int C> void narrow256_few(const TileArgs& a, int t);      // narrow.inl, for kNarrowSums
+template <class P, int C> void packed_signed_few(const TileArgs& a, int t);  // packed/signed.inl
 
 template <class P> struct Few256 {
   template <int C> static void run(const TileArgs& a, int t) {
@@ -375,8 +401,8 @@ template <class P> struct Few256 {
 template <class P> struct Few32 {
   template <int C> static void run(const TileArgs& a, int t) { packed32_few<P, C>(a, t); }
 };
-struct FewSigned {
-  template <int C> static void run(const TileArgs& a, int t) { packed_signed_few<C>(a, t); }
+template <class P> struct FewSigned {
+  template <int C> static void run(const TileArgs& a, int t) { packed_signed_few<P, C>(a, t); }
 };
 
 template <class Few, int C> void run_few(const TileArgs& a, int t, int count) {

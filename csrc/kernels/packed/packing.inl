@@ -54,6 +54,12 @@ template <class P> void pack_block256(const uint8_t* const* rows, int64_t b, uin
       unpack_iq4_scales(p, scales);
       for (int s = 0; s < 8; ++s) pack_pair(out + P::scales, s, r, static_cast<uint8_t>(scales[s]));
       std::memcpy(head + 32 * b + 2 * r, p, 2);
+    } else if constexpr (std::is_same_v<P, PackedIQ4K>) {
+      for (int s = 0; s < 16; ++s) {
+        const Iq4kScale sub = iq4k_scale(p, s);
+        pack_pair(out + P::scales, s, r, static_cast<uint8_t>(2 * sub.scale + sub.shift / 4));
+      }
+      std::memcpy(head + 32 * b + 2 * r, p, 2);
     } else if constexpr (F::has_min) {
       const KScales ks = unpack_scales(p + 4);
       for (int s = 0; s < 8; ++s) pack_pair(out + P::scales, s, r, ks.sc[s]);
@@ -114,7 +120,10 @@ template <> struct Kernel<QType::Q4_K> : Kernel256<PackedQ4K> {};
 template <> struct Kernel<QType::Q5_K> : Kernel256<PackedQ5K> {};
 template <> struct Kernel<QType::Q6_K> : Kernel256<PackedQ6K> {};
 template <> struct Kernel<QType::IQ4_XS> : Kernel256<PackedIQ4XS> {
-  static void tile(const TileArgs& a) { in_few_parts<FewSigned>(a); }
+  static void tile(const TileArgs& a) { in_few_parts<FewSigned<PackedIQ4XS>>(a); }
+};
+template <> struct Kernel<QType::IQ4_K> : Kernel256<PackedIQ4K> {
+  static void tile(const TileArgs& a) { in_few_parts<FewSigned<PackedIQ4K>>(a); }
 };
 
 template <class P> struct Kernel32 {

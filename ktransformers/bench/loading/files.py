@@ -15,9 +15,8 @@ import gguf
 import numpy as np
 import safetensors.torch
 import torch
-from gguf import GGMLQuantizationType as QuantType
 
-from ktransformers.kernels.types import FP8_BLOCK
+from ktransformers.kernels.types import FP8_BLOCK, QuantType
 from ktransformers.weights.synthetic import random_blocks
 
 __all__ = ["FORMATS", "FileFormat", "FileShape", "write_files", "write_gguf", "write_safetensors"]

@@ -23,10 +23,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from gguf import GGML_QUANT_SIZES
 
 from ktransformers.errors import FormatError
-from ktransformers.kernels.types import QuantType, RawTensor
+from ktransformers.kernels.types import QuantType, RawTensor, block_size, type_size
 from ktransformers.system.file_kinds import HEAD_BYTES, incomplete, not_weights, size_of
 from ktransformers.weights.mapped_file import map_file
 from ktransformers.weights.ollama import gpt_oss
@@ -247,7 +246,7 @@ def _tensor_info(reader: _Reader, index: int) -> GGUFTensor:
         raise reader.fail(f"{what} has the empty shape {dims[::-1]}")
     try:
         qtype = QuantType(type_id)
-        block, block_bytes = GGML_QUANT_SIZES[qtype]
+        block, block_bytes = block_size(qtype), type_size(qtype)
     except (ValueError, KeyError):
         raise _unknown_type(reader.path, what, type_id) from None
     if dims[0] % block:

@@ -12,8 +12,8 @@ from functools import cache
 import gguf.quants
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType as QuantType
 
+from ktransformers.kernels.types import QuantType
 from ktransformers.weights.quantize.quant_search import F32Array, sums
 
 __all__ = ["Book", "books_of"]

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType as QuantType
+
+from ktransformers.kernels.types import QuantType
 
 __all__ = ["GRID_LAYOUTS", "Layout"]
 

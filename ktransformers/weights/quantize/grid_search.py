@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType as QuantType
 
+from ktransformers.kernels.types import QuantType
 from ktransformers.weights.quantize.grid_books import books_of
 from ktransformers.weights.quantize.grid_layouts import GRID_LAYOUTS
 from ktransformers.weights.quantize.quant_search import F32Array, U8Array, inverse, sums

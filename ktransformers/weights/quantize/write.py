@@ -21,9 +21,9 @@ import gguf.quants
 import numpy as np
 import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES
-from gguf import GGMLQuantizationType as QuantType
 
 from ktransformers.errors import UnsupportedError, WeightError
+from ktransformers.kernels.types import QuantType
 from ktransformers.weights.quantize.grid_search import GRID_TYPES, encode_grid
 from ktransformers.weights.quantize.quant_search import (
     F32Array,

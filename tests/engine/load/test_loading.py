@@ -12,11 +12,11 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType as QuantType
 
 from ktransformers.bench.loading.files import FileFormat, FileShape, write_files
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load import builder, stages
+from ktransformers.kernels.types import QuantType
 from ktransformers.optimize import apply
 from ktransformers.weights.read_ahead import ReadAhead
 from tests.support.checks.mapped_memory import cached_bytes, settled

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from gguf import GGMLQuantizationType as QuantType
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.verify import self_check, stack_check
 from ktransformers.errors import UnsupportedError
+from ktransformers.kernels.types import QuantType
 from ktransformers.models import registry
 from ktransformers.operators.attention import gqa as attention
 from ktransformers.operators.attention.gqa_gpu import gqa_forward

@@ -10,6 +10,7 @@ from gguf import quants
 from ktransformers.kernels import reference
 from ktransformers.kernels.cpu import NATIVE_TYPES, batched_linear, dequantize_rows, linear
 from ktransformers.kernels.types import QuantType, RawTensor, block_size
+from tests.support.checks.decoding import decoded
 from tests.support.checks.int8_arithmetic import SMALL_BLOCKS, int8_linear, int8_tolerance
 
 TYPES = sorted(NATIVE_TYPES)
@@ -27,18 +28,6 @@ def widths(qtype):
     return (32, 96, 544) if qtype in SMALL_BLOCKS else (256, 768)
 
 
-def decoded(rows, qtype):
-    """By gguf, which does not decode Q1_0 yet: there the signs are taken one by one."""
-    if qtype is not QuantType.Q1_0:
-        return np.ascontiguousarray(quants.dequantize(rows, qtype), dtype=np.float32)
-    values = []
-    for block in rows.reshape(-1, 18):
-        d = float(block[:2].view(np.float16)[0])
-        number = int.from_bytes(block[2:].tobytes(), "little")
-        values += [d if number >> i & 1 else -d for i in range(128)]
-    return np.array(values, dtype=np.float32)
-
-
 def activations(rows, cols, seed=0):
     return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
 
@@ -46,7 +35,7 @@ def activations(rows, cols, seed=0):
 def test_covers_the_types_of_the_issue():
     assert {t.name for t in NATIVE_TYPES} == {
         *("F32", "F16", "BF16"),
-        *("Q8_0", "Q4_0", "MXFP4", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"),
+        *("Q8_0", "Q4_0", "MXFP4", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ4_K"),
         *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
         *("Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "NVFP4", "Q2_K", "Q3_K", "TQ1_0", "TQ2_0", "Q1_0"),
     }

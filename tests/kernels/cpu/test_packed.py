@@ -142,6 +142,7 @@ def test_largest_products_do_not_saturate(isa: cpu.Isa, qtype: QuantType) -> Non
         (QuantType.IQ3_S, QuantType.Q4_K, QuantType.IQ3_S),
         (QuantType.Q4_K, QuantType.Q8_0, QuantType.IQ4_XS),  # gate and up want different forms of activations
         (QuantType.Q2_K, QuantType.Q2_K, QuantType.Q3_K),
+        (QuantType.IQ4_K, QuantType.IQ4_XS, QuantType.IQ4_K),
         (QuantType.Q4_1, QuantType.Q5_0, QuantType.Q5_1),
         (QuantType.TQ1_0, QuantType.TQ2_0, QuantType.IQ4_NL),
         (QuantType.NVFP4, QuantType.Q3_K, QuantType.NVFP4),

@@ -46,7 +46,7 @@ def test_f32_file_agrees_with_transformers(model_type: str, tmp_path: Path) -> N
     assert torch.equal(got.argmax(-1), want.argmax(-1))
 
 
-LOW_BITS = ["Q2_K", "Q3_K", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "TQ1_0", "TQ2_0", "NVFP4"]
+LOW_BITS = ["Q2_K", "Q3_K", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "TQ1_0", "TQ2_0", "NVFP4", "IQ4_K"]
 
 
 @pytest.mark.every(5)

@@ -12,13 +12,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType as QuantType
 from transformers import PreTrainedModel
 
 from ktransformers.engine.model.file_layouts import note_layout
 from ktransformers.engine.model.opened import config_of_model
 from ktransformers.engine.model.skeleton import build_causal
 from ktransformers.errors import TensorMismatchError, UnsupportedError
+from ktransformers.kernels.types import QuantType
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf_config import config_from_gguf
 from ktransformers.operators.linear.tiled import TiledInput

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ktransformers.kernels.reference import dequantize
 from ktransformers.kernels.types import QuantType, RawTensor, type_size
+from tests.support.checks.decoding import iq4_k_parts
 
 _Bytes = npt.NDArray[np.uint8]
 _Float = npt.NDArray[np.float32]
@@ -25,7 +26,9 @@ SMALL_BLOCKS = frozenset(
     QuantType[name] for name in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4", "NVFP4", "Q1_0")
 )
 _TERNARY = (QuantType.TQ1_0, QuantType.TQ2_0)
-_K_TYPES = frozenset(QuantType[name] for name in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")) | set(_TERNARY)
+_K_TYPES = frozenset(QuantType[name] for name in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ4_K")) | set(
+    _TERNARY
+)
 
 
 def quantize_activations(x: _Float, block: int) -> tuple[_Int, _Float]:
@@ -125,6 +128,9 @@ def _k_block(block: _Bytes, qtype: QuantType) -> tuple[_Int, list[int], list[int
         scales = [((int(block[4 + s // 2]) >> 4 * (s % 2)) & 15 | ((upper >> 2 * s) & 3) << 4) - 32 for s in range(8)]
         codes = np.stack([block[8:].reshape(8, 16) & 15, block[8:].reshape(8, 16) >> 4], axis=1).reshape(8, 32)
         return np.array(quants.IQ4_NL.kvalues, dtype=np.int32)[codes], scales, [], _half(block, 0), np.float32(0)
+    if qtype == QuantType.IQ4_K:
+        d, scales, values = iq4_k_parts(block)
+        return np.array(values, dtype=np.int32), scales, [], d, np.float32(0)
     if qtype in GRIDS:
         return _grid_block(block, qtype)
     scales, minima = _six_bit_scales(block[4:16])

@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 
 from ktransformers.convert.quantize_model import QuantizeResult, Task, quantize_model
+from ktransformers.kernels.types import QuantType
 
 __all__ = ["NoBar", "contents", "quantized", "tensors"]
 
@@ -47,11 +48,11 @@ def contents(path: Path) -> dict[str, Any]:
     }
 
 
-def tensors(path: Path) -> dict[str, tuple[gguf.GGMLQuantizationType, tuple[int, ...], np.ndarray]]:
+def tensors(path: Path) -> dict[str, tuple[QuantType, tuple[int, ...], np.ndarray]]:
     """By name the type, the shape in torch order and the bytes."""
     return {
         tensor.name: (
-            tensor.tensor_type,
+            QuantType(tensor.tensor_type),
             tuple(int(n) for n in reversed(tensor.shape)),
             np.array(tensor.data).view(np.uint8).reshape(-1),
         )

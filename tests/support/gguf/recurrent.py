@@ -12,9 +12,9 @@ from typing import Any
 
 import gguf
 import numpy as np
-from gguf import GGMLQuantizationType as QuantType
 from transformers import PreTrainedModel
 
+from ktransformers.kernels.types import QuantType
 from tests.support.gguf.mamba import (
     Tensors,
     ends,

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-from gguf import GGMLQuantizationType as QuantType
 from transformers import PreTrainedModel
 
+from ktransformers.kernels.types import QuantType, block_size
 from tests.support.models.low_bits import encode
 
 ARCH_OF = {
@@ -139,11 +139,12 @@ _COUNTED = ("block_count", "attention.head_count_kv", "attention.sliding_window_
 
 def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, qtype: QuantType) -> None:
     """Add `values` as `qtype`, or as Q8_0 or F16 where the rows are no multiple of the type's block."""
-    if values.shape[-1] % gguf.GGML_QUANT_SIZES[qtype][0]:
+    if values.shape[-1] % block_size(qtype):
         qtype = QuantType.Q8_0 if values.shape[-1] % 32 == 0 else QuantType.F16
     rows = np.ascontiguousarray(values, dtype=np.float32).reshape(-1, values.shape[-1])
     data = encode(rows, qtype)
-    writer.add_tensor(name, data.reshape(*values.shape[:-1], -1), raw_dtype=qtype)
+    # As no bytes: of these the writer would ask its own table of types for the shape.
+    writer.add_tensor(name, data.view(np.int8), raw_shape=values.shape, raw_dtype=qtype)
 
 
 def gguf_tensors(

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
-import gguf
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
-from ktransformers.kernels.types import QuantType
+from ktransformers.kernels.types import QuantType, block_size
+from tests.support.checks.decoding import decoded
 from tests.support.engines.one_sequence import StaticEngine, static_engine
 from tests.support.models.low_bits import encode
 
@@ -45,10 +44,9 @@ def dequantized(model: PreTrainedModel, experts_qtype: QuantType, dense_qtype: Q
             qtype = experts_qtype if ".experts." in name else dense_qtype
             if model.config.model_type == "gpt_oss" and ".experts." in name:
                 parameter = parameter.transpose(1, 2)  # a view: the file has them the other way round
-            if parameter.shape[-1] % gguf.GGML_QUANT_SIZES[qtype][0]:
+            if parameter.shape[-1] % block_size(qtype):
                 qtype = QuantType.Q8_0 if parameter.shape[-1] % 32 == 0 else QuantType.F16
             rows = parameter.float().contiguous().numpy().reshape(-1, parameter.shape[-1])
             packed = encode(rows, qtype)
-            values = np.ascontiguousarray(gguf.quants.dequantize(packed, qtype), dtype=np.float32)
-            parameter.copy_(torch.from_numpy(values).view(parameter.shape))
+            parameter.copy_(torch.from_numpy(decoded(packed, qtype)).view(parameter.shape))
     return twin

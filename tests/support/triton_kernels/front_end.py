@@ -26,7 +26,15 @@ ERRORS: Counter[str] = Counter()
 NUM = Counter[str]()
 FEW = (
     *(GroupType[name] for name in ("I4_32_F16_Z", "I8_128_BF16", "F8_128_F32", "MXFP8", "NVFP4_F32")),
-    *(QuantType.Q2_K, QuantType.TQ1_0, QuantType.Q1_0, QuantType.NVFP4, QuantType.IQ4_XS, QuantType.IQ2_XS),
+    *(
+        QuantType.Q2_K,
+        QuantType.TQ1_0,
+        QuantType.Q1_0,
+        QuantType.NVFP4,
+        QuantType.IQ4_XS,
+        QuantType.IQ4_K,
+        QuantType.IQ2_XS,
+    ),
 )
 
 

@@ -31,6 +31,7 @@ TILE_SCALES = {
     QuantType.Q5_1: (0, 2),
     QuantType.IQ4_NL: (0,),
     QuantType.IQ4_XS: (0,),
+    QuantType.IQ4_K: (0,),
     QuantType.TQ1_0: (52,),
     QuantType.TQ2_0: (64,),
     QuantType.Q1_0: (0,),

@@ -42,6 +42,7 @@ Q5_0 = constant(int(QuantType.Q5_0))
 Q5_1 = constant(int(QuantType.Q5_1))
 IQ4_NL = constant(int(QuantType.IQ4_NL))
 IQ4_XS = constant(int(QuantType.IQ4_XS))
+IQ4_K = constant(int(QuantType.IQ4_K))
 TQ1_0 = constant(int(QuantType.TQ1_0))
 TQ2_0 = constant(int(QuantType.TQ2_0))
 NVFP4 = constant(int(QuantType.NVFP4))
@@ -61,9 +62,10 @@ IQ4_8, IQ4_12 = constant(_bytes_of(129, 141, 153, 166)), constant(_bytes_of(181,
 #: Numbers of the ggml types that the readers of this module know, beside those of weights in groups.
 CODE_TYPES = tuple(
     int(QuantType[name])
-    for name in ("Q2_K", "Q3_K", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "NVFP4", "Q1_0")
+    for name in ("Q2_K", "Q3_K", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "IQ4_XS", "IQ4_K", "TQ1_0", "TQ2_0", "NVFP4", "Q1_0")
 )
-_TABLES = (int(QuantType.IQ4_XS), int(QuantType.IQ4_NL), int(QuantType.NVFP4))
+_TABLES = (int(QuantType.IQ4_XS), int(QuantType.IQ4_NL), int(QuantType.IQ4_K), int(QuantType.NVFP4))
+_SHIFTED_TABLES = (int(QuantType.IQ4_K),)
 
 
 @static
@@ -73,9 +75,15 @@ def has_codes(type_number):
 
 
 @static
-def has_offset(type_number):
-    """Whether a type has an offset M that is not zero: f of integers is 1 + u / 256."""
+def has_integers(type_number):
+    """Whether the codes of a type are integers u: f is 1 + u / 256, and M is not zero for that alone."""
     return type_number not in _TABLES and not (is_grouped(type_number) and has_float_codes(type_number))
+
+
+@static
+def has_offset(type_number):
+    """Whether a type has an offset M that is not zero."""
+    return has_integers(type_number) or type_number in _SHIFTED_TABLES
 
 
 @jit
@@ -94,8 +102,9 @@ def super_word(base, group, i, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
     """Return `code_word` of types with blocks of 256 columns."""
     SIZE: tl.constexpr = tile_bytes(TYPE, K)
     block, g = head_bytes(TYPE, K) + group // 4 * block_bytes(TYPE), group % 4
-    if TYPE == IQ4_XS:
-        word = line_words(base, block + 128 + 64 * (8 * g + i % 8), n, mask, SIZE)
+    if TYPE == IQ4_XS or TYPE == IQ4_K:
+        SCALES: tl.constexpr = 256 if TYPE == IQ4_K else 128
+        word = line_words(base, block + SCALES + 64 * (8 * g + i % 8), n, mask, SIZE)
         return word >> (4 * (i // 8)) & 0x0F0F0F0F
     if TYPE == TQ1_0:
         step = 16 * g + i
@@ -150,12 +159,17 @@ def super_scales(base, group, q, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
     if TYPE == TQ1_0 or TYPE == TQ2_0:
         s, m = d, d
     else:
-        if TYPE == Q3_K:
+        if TYPE == Q3_K or TYPE == IQ4_K:
             pair = byte_pairs(base, block + 32 * (2 * g + q // 2), n, mask, SIZE) >> (8 * (q % 2))
         else:
             pair = byte_pairs(base, block + 32 * g, n, mask, SIZE) >> (8 * (q // 2))
-        s = d * ((pair << 24) >> 24).to(tl.float32)
-        m = 4.0 * s
+        scale = (pair << 24) >> 24
+        if TYPE == IQ4_K:  # twice the scale, plus the bit that adds 4 to values
+            s = d * (scale >> 1).to(tl.float32)
+            m = s * ((scale & 1) * -4).to(tl.float32)
+        else:
+            s = d * scale.to(tl.float32)
+            m = 4.0 * s
     return s, m
 
 
@@ -195,7 +209,7 @@ def code_scales(base, group, q, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
         s, m = super_scales(base, group, q, n, mask, TYPE, K)
     else:
         s, m = small_scales(base, group, q, n, mask, TYPE, K)
-    if has_offset(TYPE):
+    if has_integers(TYPE):
         s = 256.0 * s
         m = s + m
     return s, m
@@ -214,7 +228,7 @@ def iq4_bytes(word):
 @jit
 def number(word, one, b: tl.constexpr, TYPE: tl.constexpr):
     """Return what the code in byte b of a word stands for, as fp32."""
-    if TYPE == IQ4_XS or TYPE == IQ4_NL:
+    if TYPE == IQ4_XS or TYPE == IQ4_NL or TYPE == IQ4_K:
         u = shifted(iq4_bytes(word), 15 - 8 * b) & 0x7F8000
         return (u | one).to(tl.float32, bitcast=True) * 256.0 - 384.0  # 256 (1 + u / 256), of u = value + 128: exact
     if TYPE == NVFP4:

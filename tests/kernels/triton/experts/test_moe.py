@@ -100,6 +100,7 @@ BF16, FP8 = (QuantType.BF16,) * 3, (OwnType.F8_E4M3,) * 3
 GRIDS = (QuantType.IQ2_XXS, QuantType.IQ1_M, QuantType.IQ3_S)  # block-wise int16 of one order, then of the other
 THREES = (QuantType.IQ3_S, QuantType.IQ3_XXS, QuantType.IQ2_XS)
 FOURS = (QuantType.IQ4_NL, QuantType.IQ4_NL, QuantType.IQ4_NL)
+SHIFTED = (QuantType.IQ4_K, QuantType.IQ4_K, QuantType.IQ4_XS)
 APART = (QuantType.IQ3_XXS, QuantType.IQ4_XS, QuantType.IQ2_S)  # gate and up take block-wise int16 in different loops
 
 
@@ -114,6 +115,8 @@ APART = (QuantType.IQ3_XXS, QuantType.IQ4_XS, QuantType.IQ2_S)  # gate and up ta
         (2, GpuLayout.CPU_PACKED, MIXED, 256, 256),
         (2, GpuLayout.CPU_PACKED, LOW, 256, 256),
         (33, GpuLayout.CPU_PACKED, LOW, 256, 256),
+        (2, GpuLayout.CPU_PACKED, SHIFTED, 256, 256),
+        (33, GpuLayout.CPU_PACKED, SHIFTED, 256, 256),
         (2, GpuLayout.ROWS, FLOATS, 100, 72),
         (3, GpuLayout.CPU_PACKED, BF16, 96, 32),
         (1, GpuLayout.PLANES, FP8, 160, 160),
