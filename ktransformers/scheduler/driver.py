@@ -67,8 +67,8 @@ class SchedulerDriver:
         self._updates: list[RequestUpdate] = []
         self._first_lens: dict[str, int] = {}  # length of the answer with its first new token, until that comes
         self._began: dict[str, float] = {}  # when those were first planned
-        self._planned: dict[int, float] = {}  # when the steps in flight were
-        self._committed = 0.0  # when the last one was taken in
+        self._began_steps: dict[int, float] = {}  # when planning those in flight began
+        self._busy_since = 0.0  # the last commit, if there was something to do behind it
         self._prefill_seconds: dict[str, float] = {}
         self._strikes: dict[str, list[int]] = {}  # epochs that died with a request's rows in flight
         self._steps_explained = -1  # steps there were when deaths were last explained
@@ -143,10 +143,11 @@ class SchedulerDriver:
 
     def plan(self) -> StepPlan | None:
         """Plan the next step, which is in flight until `commit`, or None; see Scheduler.schedule."""
+        now = self._clock()
         plan = self.scheduler.schedule()
         if plan is None:
             return None
-        now = self._planned[plan.step_id] = self._clock()
+        self._began_steps[plan.step_id] = now
         if plan.starts or self._chunks is not None:
             self._note_times(plan, now)
         self._totals.num_tokens += plan.num_tokens
@@ -170,11 +171,12 @@ class SchedulerDriver:
             for request_id in self.scheduler.in_flight_ids(result.step_id):
                 self._strikes.pop(request_id, None)
         now = self._clock()
-        elapsed = now - max(self._planned.pop(result.step_id, now), self._committed)
-        self._committed = now
+        elapsed = now - (self._busy_since or self._began_steps.get(result.step_id, now))
+        self._began_steps.pop(result.step_id, None)
         updates = self.scheduler.commit(
             result.step_id, result.results, result.prompt_logprobs, result.tiers, result.row_seconds, elapsed
         )
+        self._busy_since = now if self.scheduler.has_work else 0.0
         self._note_first_tokens(updates)
         if self._tracker is not None and result.had_rows:
             self._tracker.committed(result.step_id, updates, self.scheduler.stats().num_waiting)
@@ -246,7 +248,8 @@ class SchedulerDriver:
     def _drop_steps(self) -> None:
         if self._chunks is not None:
             self._chunks.lost()
-        self._planned.clear()
+        self._began_steps.clear()
+        self._busy_since = 0.0
         self.scheduler.engine_lost()
 
     def _end_poisonous(self, request_id: str) -> None:

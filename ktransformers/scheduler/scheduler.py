@@ -455,13 +455,13 @@ class Scheduler:
                 error = one.error or "the engine sent no token and no reason"
                 updates.append(update_of(seq, finish_reason=FinishReason.ABORT, error=error))
                 return updates, True
-            if updates:
-                seq.num_accepted += 1
-                self._totals.num_accepted += 1
+            is_accepted = bool(updates)
+            seq.num_accepted += is_accepted
+            self._totals.num_accepted += is_accepted
             seq.token_ids.append(one.token_id)
             reason = seq.end.reason(one.token_id, seq.completion_len)
             updates.append(update_of(seq, one, finish_reason=reason))
-            self._drafts.add_token(seq, one.token_id)
+            self._drafts.add_token(seq, is_accepted=is_accepted)
             if reason is not None:
                 return updates, True
         return updates, False

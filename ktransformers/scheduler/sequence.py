@@ -31,6 +31,10 @@ class Drafter(Protocol):
         """Take the sequence's next token. Returns whether it was as drafted; None when there was no draft."""
         ...
 
+    def extend(self, token_ids: Seq[int]) -> None:
+        """Take several tokens, which count as never drafted."""
+        ...
+
     def chances(self, most: int) -> list[float]:
         """Return the chances that its first 1, 2, ... draft tokens, up to `most`, are all right; empty: it has none."""
         ...

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import sampling, scheduler, soak
+from benchmarks import sampling, scheduler, soak, speculative
 from benchmarks.fidelity import __main__ as fidelity
 from benchmarks.fidelity.kv import divergences
 from ktransformers.kernels.cpu import limits
@@ -25,6 +25,7 @@ MAINS = {
     "sampling": sampling.main,
     "scheduler": scheduler.main,
     "soak": soak.main,
+    "speculative": speculative.main,
 }
 
 
@@ -44,6 +45,17 @@ def run(capsys: pytest.CaptureFixture[str], name: str, *args: str, code: int = 0
     assert record["bench"] == name
     assert record["machine"]["cpu"]
     return text, record
+
+
+def test_speculative(capsys: pytest.CaptureFixture[str]) -> None:
+    text, record = run(capsys, "speculative", "--repeats", "1", "--streams", "1", "--threads", "1")
+    code, drawn, noise = record["rows"]
+    assert [row["prompts"] for row in record["rows"]] == ["code", "text", "noise"]
+    assert code["bound"] > 3
+    assert 0 < code["accepted"] <= code["drafted"]
+    assert code["off_ms"] > 0 < code["ms"]
+    assert drawn["bound"] >= 1.0 <= noise["bound"]
+    assert "x faster" in text
 
 
 def test_fidelity(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,9 @@
 With experts in RAM a second row reads most of its experts anew, so that a step of two rows may take 1.75 times as long:
 then only drafts that are nearly sure pay. Where steps read the same weights whatever they carry, most do. Both are
 found out, by timing each number of rows (row_costs.py) and by comparing drafts with what came (acceptance.py).
+
+Looking for drafts takes time, too, which counts where steps take less than a millisecond. Where hardly any is accepted
+it pauses for as long as that makes it cheap.
 """
 
 from __future__ import annotations
@@ -29,6 +32,16 @@ _LIKELY = 0.5
 """The chance of a draft token from which on it is worth waiting to see whether it is right."""
 
 
+_WINDOW = 32
+"""Steps after which it is decided whether to pause."""
+
+_FEW = 0.05
+"""The share of tokens that were accepted below which there may be a pause."""
+
+_LOOKUP_SECONDS, _MOST_TIME = 15e-6, 0.005
+"""What drafting takes a sequence and step, and the share of a step's time that it may take for nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Draft:
     """The depth'th draft token of the index'th sequence, and the chance that it is accepted."""
@@ -45,23 +58,37 @@ class DraftPlanner:
         self.most, self._chunk_size, self._has_stages = config.max_drafts, config.chunk_size, config.num_stages > 1
         max_rows = min(config.max_running * (1 + self.most), config.chunk_size)
         self._rates, self._costs = AcceptanceRates(MAX_MATCH), RowCosts(max_rows)
+        self._num_steps = self._num_tokens = self._num_accepted = 0  # of the window
+        self._pause = 0  # steps that are left of it
 
-    def add_token(self, seq: Sequence, token_id: int) -> None:
-        """Take the next token of an answer: its draft is compared with it, whether a step ran that or not."""
-        if seq.drafter is not None:
-            seq.drafter.add(token_id)
+    def add_token(self, seq: Sequence, *, is_accepted: bool) -> None:
+        """Note that an answer has a token more. Its draft is compared with it, whether a step ran that or not."""
+        self._num_tokens += 1
+        self._num_accepted += is_accepted
+        if seq.drafter is not None and not self._pause and len(seq.drafter) == seq.known_len - 1:
+            seq.drafter.add(seq.token_ids[-1])
 
     def add_step(self, step: PlannedStep, seconds: float) -> None:
-        """Note what a step took, with all that lies between steps."""
-        if self.most and all(row.is_decode for row in step.rows):
-            self._costs.add(step.num_rows, seconds)
+        """Note what a step took, with all that lies between steps. Its tokens come later."""
+        if not self.most or not all(row.is_decode for row in step.rows):
+            return
+        self._costs.add(step.num_rows, seconds)
+        if self._pause:
+            self._pause -= 1
+            return
+        self._num_steps += 1
+        if self._num_steps == _WINDOW:
+            if self._num_accepted < _FEW * self._num_tokens and seconds > 0:
+                share = len(step.rows) * _LOOKUP_SECONDS / seconds
+                self._pause = round(_WINDOW * max(share / _MOST_TIME - 1.0, 0.0))
+            self._num_steps = self._num_tokens = self._num_accepted = 0
 
     def drafts(self, decodes: Seq[Sequence], prefills: Seq[Sequence]) -> list[list[int]]:
         """Return the draft tokens that the next step is to run for each of these sequences.
 
         None beside prompts, which use the time better, nor where the last token of a sequence is not known yet.
         """
-        if not self.most or prefills or not self._may_pay(decodes):
+        if not self.most or self._pause or prefills or not self._may_pay(decodes):
             return [[] for _ in decodes]
         counts = self._counts([self._chances(seq, self._most_of(seq)) for seq in decodes])
         return [self._drafter(seq).draft(count) if count else [] for seq, count in zip(decodes, counts, strict=True)]
@@ -74,8 +101,7 @@ class DraftPlanner:
         for seq in decodes:
             if seq.run is None or seq.run.num_pending or not seq.completion_len:
                 return False
-            drafter = seq.drafter or self._drafter(seq)
-            likeliest = max(likeliest, *drafter.chances(1), 0.0)
+            likeliest = max(likeliest, *self._drafter(seq).chances(1), 0.0)
         return likeliest > self._costs.least_chance(len(decodes), MARGIN)
 
     def awaits_tokens(self, running: Seq[Sequence], decodes: Seq[Sequence], prefills: Seq[Sequence]) -> bool:
@@ -88,7 +114,7 @@ class DraftPlanner:
             return False
         if any(seq.run is not None and seq.run.num_drafted for seq in running):
             return True
-        if prefills:
+        if prefills or self._pause:
             return False
         chances = []
         for seq in decodes:
@@ -98,9 +124,12 @@ class DraftPlanner:
         return any(self._counts(chances))
 
     def _drafter(self, seq: Sequence) -> Drafter:
-        if seq.drafter is None:
-            seq.drafter = PromptLookup(seq.token_ids, self._rates)
-        return seq.drafter
+        drafter = seq.drafter
+        if drafter is None:
+            drafter = seq.drafter = PromptLookup(seq.token_ids, self._rates)
+        elif len(drafter) < seq.known_len:  # behind a pause
+            drafter.extend(seq.token_ids[len(drafter) :])
+        return drafter
 
     def _most_of(self, seq: Sequence) -> int:
         """Draft tokens that a row of the sequence may have: a token is sampled behind each of them."""

@@ -68,6 +68,12 @@ class PromptLookup:
             self._find()
         return was_right
 
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Take several tokens, see Drafter.extend."""
+        self._ids.extend(token_ids)
+        self._link()
+        self._find()
+
     def chances(self, most: int) -> list[float]:
         """Return the chances of the first tokens of `draft`, see Drafter.chances."""
         return self._rates.chances(self.match_len, most) if self.match_len else []

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from ktransformers.scheduler.drafting.prompt_lookup import PromptLookup
 from ktransformers.scheduler.scheduler import Scheduler
 from tests.support.servers.fake_engine import Loop, make_config, make_request
 
@@ -70,3 +71,27 @@ def test_nothing_is_looked_up_where_nothing_may_be_drafted() -> None:
     scheduler.add(make_request("a", REPEATED))
     assert scheduler.schedule() is not None
     assert scheduler._requests["a"].drafter is None
+
+
+def looked_up(seconds: float, seed: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many of 1,500 steps look for drafts, of an answer that repeats itself (even seeds) or does not."""
+    count = 0
+    chances = PromptLookup.chances
+
+    def counted(self: PromptLookup, most: int) -> list[float]:
+        nonlocal count
+        count += 1
+        return chances(self, most)
+
+    monkeypatch.setattr(PromptLookup, "chances", counted)
+    loop = Timed(make_config(num_pages=2000, chunk_size=256, max_drafts=7))
+    loop.seconds = lambda rows: seconds * (1 + 0.9 * (rows - 1))  # type: ignore[method-assign]
+    loop.add(make_request("a", range(20), 1500, ignore_eos=True, seed=seed))
+    loop.drain()
+    loop.check_answers()
+    return count
+
+
+def test_where_looking_costs_much_and_gives_little_there_are_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert looked_up(0.0003, 5, monkeypatch) < 1500 / 8
+    assert looked_up(0.03, 5, monkeypatch) > 1400

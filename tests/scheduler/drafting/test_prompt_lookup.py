@@ -77,3 +77,11 @@ def test_a_long_prompt_is_taken_in_step_by_step() -> None:
 def test_all_ids_there_may_be() -> None:
     ids = [0, 0xFFFF, 0x10FFFF, 200_000, (1 << 31) - 1]
     assert PromptLookup([*ids, 5, *ids[:2]]).draft(5) == [*ids[2:], 5, 0]
+
+
+def test_several_tokens_at_once_are_as_one_after_the_other() -> None:
+    one, other = PromptLookup([1, 2, 3]), PromptLookup([1, 2, 3])
+    for token_id in (4, 1, 2):
+        one.add(token_id)
+    other.extend([4, 1, 2])
+    assert (one.match_len, one.draft(3), len(one)) == (other.match_len, other.draft(3), len(other)) == (2, [3, 4, 1], 6)
