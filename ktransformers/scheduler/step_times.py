@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Iterable
 from statistics import median
 
-__all__ = ["StepTimes"]
+__all__ = ["StepTimes", "pooled", "size_of"]
 
 _KEPT = 9
 """Times of a size that count."""
@@ -33,12 +33,14 @@ _LIFETIME, _SHORT_LIFETIME = 512, 128
 """Steps for which times of a size count, and where there are fewer than _TRUSTED of them."""
 
 
-def _size_of(rows: int) -> int:
+def size_of(rows: int) -> int:
+    """Return the size that so many rows count as: half a power of two."""
     return round(2 * math.log2(rows))
 
 
-def _pooled(knots: Iterable[tuple[float, float, int]]) -> list[tuple[float, float]]:
-    """(rows, seconds) that do not fall, the nearest by least squares. knots: rows, seconds, how often; by rows."""
+def pooled(knots: Iterable[tuple[float, float, int]]) -> list[tuple[float, float]]:
+    """Return (rows, seconds) that do not fall, the nearest by least squares. knots: rows, seconds, how often; by
+    rows."""
     pools: list[tuple[float, int, list[float]]] = []  # seconds, weight, rows of each
     for rows, seconds, count in knots:
         at = [rows]
@@ -82,7 +84,7 @@ class _Times:
 
     def add(self, step: int, rows: int, seconds: float) -> None:
         """Note that a step of `rows` rows took `seconds`. step: counts up."""
-        self._sizes.setdefault(_size_of(rows), deque(maxlen=_KEPT)).append((step, rows, seconds))
+        self._sizes.setdefault(size_of(rows), deque(maxlen=_KEPT)).append((step, rows, seconds))
         for size, times in list(self._sizes.items()):
             lifetime = _LIFETIME if len(times) >= _TRUSTED else _SHORT_LIFETIME
             while times and step - times[0][0] >= lifetime:
@@ -96,11 +98,11 @@ class _Times:
 
     def knows(self, rows: int) -> bool:
         """Whether steps of about so many rows were timed of late."""
-        return rows > 0 and _size_of(rows) in self._sizes
+        return rows > 0 and size_of(rows) in self._sizes
 
 
 def _line(medians: dict[int, tuple[float, float, int]]) -> _Line:
-    return _Line(_pooled(medians[size] for size in sorted(medians)))
+    return _Line(pooled(medians[size] for size in sorted(medians)))
 
 
 class StepTimes:

@@ -151,7 +151,7 @@ class DraftPlanner:
         tokens, best, chosen = float(rows), MARGIN * rows / costs.seconds(rows), 0
         for num, draft in enumerate(drafts[: min(self._chunk_size, costs.most_rows) - rows], 1):
             tokens += draft.chance
-            rate = tokens / costs.seconds(rows + num)
+            rate = tokens / costs.seconds(rows, num)
             if rate > best:
                 best, chosen = rate, num
         for draft in drafts[:chosen]:

@@ -1,14 +1,16 @@
 """Learns what steps of decodes take by their rows, drafted ones among them. Reads no clock.
 
-Between sizes that were timed of late, steps take what lies on the line through both. Beyond the largest a row is taken
-to cost a little less than the last one did: sizes up to twice as large are tried where that would pay, once, and known
-from then on.
+Sizes and medians are as in step_times.py: half powers of two, the last few times of each. Between sizes that were timed
+of late, steps take what lies on the line through both. Beyond the largest a row is taken to cost a little less than the
+last one did: sizes up to twice as large are tried where that would pay, once, and known from then on.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from statistics import median
+
+from ktransformers.scheduler.step_times import pooled, size_of
 
 __all__ = ["RowCosts"]
 
@@ -29,9 +31,10 @@ class RowCosts:
     """The seconds of steps by their rows, 1 .. most_rows; larger steps are not kept."""
 
     def __init__(self, most_rows: int) -> None:
-        self._times: dict[int, deque[float]] = {}
+        self._times: dict[int, deque[tuple[int, float]]] = {}  # by size: rows, seconds
         self._last: dict[int, int] = {}  # the step in which a size was last timed
         self._most, self._num_steps = most_rows, 0
+        self._medians: dict[int, float] = {}  # by size
         self._line: list[float] = []  # by rows, as far as it is told
         self._least: dict[tuple[int, float], float] = {}
 
@@ -40,49 +43,58 @@ class RowCosts:
         self._num_steps += 1
         if not 0 < rows <= self._most or seconds <= 0:
             return
-        times = self._times.get(rows)
+        size = size_of(rows)
+        times = self._times.get(size)
         if times is None:
-            times = self._times[rows] = deque(maxlen=_KEPT)
-        times.append(seconds)
-        self._last[rows] = self._num_steps
+            times = self._times[size] = deque(maxlen=_KEPT)
+        times.append((rows, seconds))
+        self._last[size] = self._num_steps
         if len(times) < _KEPT or self._num_steps % _REFRESH == 0:
-            for size in [size for size, last in self._last.items() if self._num_steps - last > _LIFETIME]:
-                del self._times[size], self._last[size]
+            for old in [size for size, last in self._last.items() if self._num_steps - last > _LIFETIME]:
+                del self._times[old], self._last[old]
             self._line, self._least = self._drawn(), {}
 
     def knows(self, rows: int) -> bool:
-        """Whether steps of so many rows were timed of late."""
-        return rows in self._times
+        """Whether steps of about so many rows were timed of late."""
+        return rows > 0 and size_of(rows) in self._times and rows < len(self._line)
 
     @property
     def most_rows(self) -> int:
         """The largest size that `seconds` says anything of: twice what was timed of late."""
         return len(self._line) - 1 if self._line else 0
 
-    def seconds(self, rows: int) -> float:
-        """Return the seconds of a step of 1 .. most_rows rows, as far as they can be told."""
-        return self._line[rows]
+    def seconds(self, rows: int, more: int = 0) -> float:
+        """Return the seconds of a step of rows + more rows, up to most_rows, as far as they can be told; `knows` is
+        true of `rows`. What other sizes took says what more rows add, not what these take: loads change meanwhile."""
+        alone = self._medians.get(size_of(rows), self._line[rows])
+        return alone + self._line[rows + more] - self._line[rows]
 
     def least_chance(self, rows: int, margin: float) -> float:
         """Return the chance that a draft token must have for any to pay beside so many rows, of which `knows` is true:
         tokens then come `margin` times as fast. It is the same for all calls, and as cheap as it can be."""
         least = self._least.get((rows, margin))
         if least is None:
-            alone = self._line[rows]
-            more = enumerate(self._line[rows + 1 :], 1)
-            least = min(((margin * seconds / alone - 1.0) * rows / num for num, seconds in more), default=2.0)
+            alone = self.seconds(rows)
+            counts = range(1, self.most_rows - rows + 1)
+            least = min(((margin * self.seconds(rows, num) / alone - 1.0) * rows / num for num in counts), default=2.0)
             self._least[rows, margin] = least
         return least
 
     def _drawn(self) -> list[float]:
         """By rows, from 0 on; never less than for fewer rows."""
-        known = {rows: median(times) for rows, times in sorted(self._times.items())}
-        first = next(iter(known))
-        line, slope = [known[first]] * (first + 1), _FIRST_SLOPE * known[first] / first
-        for rows in sorted(known)[1:]:
-            before = len(line) - 1
-            slope = max(known[rows] - line[-1], 0.0) / (rows - before)
-            line += [line[-1] + slope * i for i in range(1, rows - before + 1)]
-        last = len(line) - 1
-        more = min(2 * last, self._most) - last
-        return line + [line[last] + _LATER_SLOPE * slope * i for i in range(1, more + 1)]
+        knots = []
+        self._medians = {size: median(seconds for _, seconds in times) for size, times in self._times.items()}
+        for size, times in sorted(self._times.items()):
+            mean = sum(rows for rows, _ in times) / len(times)
+            knots.append((mean, self._medians[size], len(times)))
+        known = pooled(knots)
+        (before, alone), (largest, _) = known[0], known[-1]
+        line, slope, at = [alone], _FIRST_SLOPE * alone / before, 0
+        for rows in range(1, min(round(2 * largest), self._most) + 1):
+            while at + 1 < len(known) and known[at + 1][0] < rows:
+                at += 1
+            (x, y), inside = known[at], at + 1 < len(known)
+            if inside and rows > x:
+                slope = (known[at + 1][1] - y) / (known[at + 1][0] - x)
+            line.append(y + max(rows - x, 0.0) * (slope if inside else _LATER_SLOPE * slope))
+        return line

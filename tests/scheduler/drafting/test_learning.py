@@ -47,7 +47,17 @@ def test_times_between_and_beyond_those_that_were_seen() -> None:
     assert costs.seconds(6) == pytest.approx(58.0)
     assert costs.most_rows == 8
     costs.add(8, 30.0)
-    assert [costs.seconds(rows) for rows in (4, 6, 8)] == [40.0, 40.0, 40.0]  # more rows never take less
+    assert [costs.seconds(4, more) for more in (0, 2, 4)] == [40.0, 40.0, 40.0]  # more rows never take less
+    assert costs.seconds(1, 3) == 35.0  # but these are not known that well
+
+
+def test_sizes_are_half_powers_of_two() -> None:
+    costs = RowCosts(64)
+    for rows in (29, 31, 33, 35):
+        costs.add(rows, float(rows))
+    assert costs.seconds(32) == 32.0
+    assert costs.knows(30)
+    assert costs.most_rows == 64
 
 
 def test_medians_count() -> None:
