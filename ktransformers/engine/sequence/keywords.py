@@ -40,6 +40,7 @@ class SamplingKeywords(TypedDict, total=False):
     skip_special_tokens: bool
     constraint: Constraint | Mapping[str, Any] | None
     reasoning: ReasoningSpec | None
+    max_drafts: int | None
     n: int
     structured_outputs: Any
     guided_decoding: Any

@@ -88,7 +88,7 @@ class DraftPlanner:
 
     def _drafter(self, seq: Sequence) -> Drafter:
         if seq.drafter is None:
-            seq.drafter = PromptLookup(seq.token_ids, self._rates)
+            seq.drafter = PromptLookup(seq.token_ids, self._rates, seq.request.prediction_ids)
         return seq.drafter
 
     def _most_of(self, seq: Sequence) -> int:

@@ -1,5 +1,9 @@
 """Drafts how a sequence goes on from where its last tokens stood before: prompt lookup, or n-gram drafting.
 
+    predicted tokens ── if the request brings any ──┐
+                                                    ├──> searched as one
+    prompt and answer ──────────────────────────────┘
+
     ... the cat sat on the mat. Then the cat sat on ──> the mat. Then
             └────── match ──────┘ draft  └─ last tokens ─┘
 
@@ -31,21 +35,27 @@ WINDOW = 1 << 16
 class PromptLookup:
     """A Drafter of one sequence, from its own tokens.
 
-    rates: of all sequences; None: its own. match_len: tokens before the next one that are the same as those before its
-    draft, up to MAX_MATCH; 0: there is no draft.
+    rates: of all sequences; None: its own. prediction_ids: tokens that its sender expects of the answer, searched as if
+    they stood before the prompt, and no part of the sequence. match_len: tokens before the next one that are the same
+    as those before its draft, up to MAX_MATCH; 0: there is no draft.
     """
 
-    def __init__(self, token_ids: Sequence[int] = (), rates: AcceptanceRates | None = None) -> None:
+    def __init__(
+        self,
+        token_ids: Sequence[int] = (),
+        rates: AcceptanceRates | None = None,
+        prediction_ids: Sequence[int] = (),
+    ) -> None:
         self._rates = rates or AcceptanceRates(MAX_MATCH)
-        self._ids: npt.NDArray[np.int32] = np.array(token_ids, dtype=np.int32)
-        self._len = len(token_ids)
+        self._ids: npt.NDArray[np.int32] = np.array([*prediction_ids, *token_ids], dtype=np.int32)
+        self._len, self._num_predicted = self._ids.size, len(prediction_ids)
         self._next = 0  # where the draft of the next token stands
         self.match_len = 0
         self._find()
 
     def __len__(self) -> int:
-        """Number of tokens."""
-        return self._len
+        """Number of the sequence's tokens."""
+        return self._len - self._num_predicted
 
     def add(self, token_id: int) -> bool | None:
         """Take the sequence's next token, see Drafter.add: whether it was as drafted counts."""
