@@ -64,7 +64,12 @@ EXTENSIONS: Cases = {
 }
 PREDICTION: Cases = {
     "prediction_ids": (
-        {"prediction": {"type": "content", "content": [{"type": "text", "text": "a b"}, {"type": "text", "text": "c"}]}},
+        {
+            "prediction": {
+                "type": "content",
+                "content": [{"type": "text", "text": "a b"}, {"type": "text", "text": "c"}],
+            }
+        },
         tuple(TOKENIZER.encode("a bc", add_special_tokens=False)),
     ),
 }
@@ -150,6 +155,11 @@ NOWHERE = {"n", "pooling", "structured_outputs", "guided_decoding"} | {
 """Fields of SamplingParams that a GenerationRequest has at their defaults: it is one answer, and its constraint is a
 Constraint. pooling: of embeddings."""
 
+NOT_AT_OLLAMA = {
+    "allowed_token_ids", "cache_salt", "ignore_eos", "include_stop_str_in_output", "logit_bias", "min_tokens",
+    "prediction_ids", "priority", "prompt_logprobs", "reasoning", "skip_special_tokens", "stop_token_ids", "timeout",
+}  # fmt: skip
+
 NOT_THERE = {
     "/v1/chat/completions": {"prompt_logprobs"},
     "/v1/completions": {"reasoning"},
@@ -161,11 +171,8 @@ NOT_THERE = {
         "allowed_token_ids", "include_stop_str_in_output", "logit_bias", "logprobs", "min_tokens", "prediction_ids",
         "prompt_logprobs", "skip_special_tokens", "stop_token_ids",
     },
-    **dict.fromkeys(("/api/chat", "/api/generate"), {
-        "allowed_token_ids", "cache_salt", "ignore_eos", "include_stop_str_in_output", "logit_bias", "min_tokens",
-        "prediction_ids", "priority", "prompt_logprobs", "reasoning", "skip_special_tokens", "stop_token_ids",
-        "timeout",
-    }),
+    "/api/chat": NOT_AT_OLLAMA,
+    "/api/generate": NOT_AT_OLLAMA,
 }  # fmt: skip
 """What these routes have no field for."""
 
