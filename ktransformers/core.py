@@ -419,6 +419,11 @@ class GenerationStats:
         return (self.prompt_len - self.cached_len) / self.prefill_seconds if self.prefill_seconds > 0 else 0.0
 
     @property
+    def num_rejected(self) -> int:
+        """Draft tokens that were run and are not the answer's."""
+        return self.num_drafted - self.num_accepted
+
+    @property
     def decode_rate(self) -> float:
         """Tokens generated per second after the first, which the prefill gives."""
         steps = max(self.completion_len - 1, 0)

@@ -89,6 +89,7 @@ class _Run:
         self.ordering = asyncio.Lock()
         self.num_asked, self.strikes = 0, Strikes(MAX_LOSSES)
         self.first_seconds = self.later_seconds = 0.0  # of prefill and decode, at replicas that are gone
+        self.num_drafted = self.num_accepted = 0  # there, too
 
     def ask(self, now: float) -> Ask:
         """Make the next try's message."""
@@ -96,6 +97,7 @@ class _Run:
         request, self.replica, self.told_suspended = self.request, None, self.is_suspended
         if self.past:
             self.first_seconds, self.later_seconds = self.stats.prefill_seconds, self.stats.decode_seconds
+            self.num_drafted, self.num_accepted = self.stats.num_drafted, self.stats.num_accepted
         self.ask_id = f"{request.request_id}.{self._nonce}.{self.num_asked}"
         return Ask(
             request_id=self.ask_id,
@@ -106,6 +108,7 @@ class _Run:
             cache_salt=request.cache_salt,
             past=list(self.past),
             is_suspended=self.is_suspended,
+            prediction_ids=request.prediction_ids,
         )
 
     def receive(self, told: Told) -> None:
@@ -114,6 +117,8 @@ class _Run:
         ours.cached_len, ours.completion_len = theirs.cached_len, theirs.completion_len
         ours.prefill_seconds = self.first_seconds or theirs.prefill_seconds
         ours.decode_seconds = self.later_seconds + theirs.decode_seconds
+        ours.num_drafted = self.num_drafted + theirs.num_drafted
+        ours.num_accepted = self.num_accepted + theirs.num_accepted
         for one in told.events:
             event = one.told(self.stats)
             token = PastToken.of(0, event)
@@ -345,4 +350,5 @@ def _model_info(facts: Facts, tokenizer: Tokenizer) -> ModelInfo:
         embeddings=facts.embeddings,
         card=ModelCard(**facts.card),
         digest=facts.digest,
+        max_drafts=facts.max_drafts,
     )

@@ -43,6 +43,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """An answer that is wanted, see GenerationRequest. Each try at one request has a request_id of its own.
 
     past: its tokens so far, all told by replicas before: their events are not told again. timeout: seconds from now.
+    prediction_ids: see GenerationRequest.
     """
 
     request_id: str
@@ -53,6 +54,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     past: list[PastToken] = []
     is_suspended: bool = False
+    prediction_ids: tuple[int, ...] = ()
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -140,6 +142,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     card: dict[str, Any]
     digest: bytes
     max_running: int
+    max_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,7 @@ class Replica:
             cache_salt=ask.cache_salt,
             past=ask.past,
             is_suspended=lambda: ask.is_suspended,
+            prediction_ids=ask.prediction_ids,
         )
         unsaid = _Unsaid()
         filling = asyncio.create_task(unsaid.fill(self._backend.inference(request), len(ask.past)))
@@ -108,6 +109,7 @@ class Replica:
             embeddings=model.embeddings,
             card=_card(model.card),
             digest=model.digest,
+            max_drafts=model.max_drafts,
             max_running=self._backend.max_running,
         )
 

@@ -271,6 +271,8 @@ class Joiner:
                 "prompt_len": record.prompt_len,
                 "cached_len": record.cached_len,
                 "completion_len": record.completion_len,
+                "num_drafted": record.num_drafted,
+                "num_accepted": record.num_accepted,
                 "finish_reason": record.finish_reason,
                 "preemptions": max(record.num_starts - 1, 0),
                 "suspended": [[self._seconds(begin), self._seconds(end)] for begin, end in record.suspended],

@@ -120,7 +120,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A record of a request that has ended, or that was there when the profile stopped (finish_reason None).
 
     A time that is None has not come, or came before the profile began. num_starts: stays in the batch, but for those
-    after it was suspended. suspended: from when to when, see Pauses.
+    after it was suspended. suspended: from when to when, see Pauses. num_drafted, num_accepted: draft tokens that were
+    run for the answer, and those of them that are the answer's.
     """
 
     request: str
@@ -134,6 +135,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     finish_reason: str | None = None
     num_starts: int = 0
     suspended: Sequence[tuple[int, int | None]] = ()
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 class DropsRecord(msgspec.Struct, frozen=True, tag=True):

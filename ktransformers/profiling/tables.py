@@ -282,6 +282,7 @@ def _request_columns() -> dict[str, ColumnSpec]:
         **{name: ColumnSpec(name, int, _as_ints, 0) for name in ("prompt_len", "cached_len", "completion_len")},
         "finish_reason": ColumnSpec("finish_reason", str | None, _as_objects, None),
         "preemptions": ColumnSpec("preemptions", int, _as_ints, 0),
+        **{name: ColumnSpec(name, int, _as_ints, 0) for name in ("num_drafted", "num_accepted")},
         "suspended": ColumnSpec("suspended", list[tuple[float, float | None]], _as_objects, []),
     }
 

@@ -97,6 +97,8 @@ def _requests(profile: Profile) -> Iterator[Event]:
             yield _named(_REQUESTS, f"requests {track}", track)
         heapq.heappush(ends, (end, track))
         args = {name: value[name] for name in ("prompt_len", "cached_len", "completion_len", "preemptions")}
+        if value["num_drafted"]:
+            args |= {name: value[name] for name in ("num_drafted", "num_accepted")}
         args["finish_reason"] = value["finish_reason"]
         yield _slice(_REQUESTS, track, value["request"], begin * 1e6, (end - begin) * 1e6, args)
         marks = [begin, value["admitted"], value["first_token"], end]

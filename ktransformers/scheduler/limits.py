@@ -28,9 +28,12 @@ class Limits:
     set_by: str = "--cache_lens"
     remedy: str = "start with a larger --cache_lens"
 
-    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams, prediction_ids: Sequence[int] = ()) -> None:
         """Raise ConfigError for values that the model cannot take, ContextLengthError for a prompt that never fits,
-        UnsupportedError for text that is asked of a model without an output head."""
+        UnsupportedError for text that is asked of a model without an output head.
+
+        prediction_ids: see scheduler.records.Request; there may be as many as of a prompt.
+        """
         if not self.has_head and params.pooling is None:
             raise UnsupportedError(
                 "this model's files hold no output head (lm_head): it generates no text; ask it for embeddings"
@@ -39,8 +42,11 @@ class Limits:
             raise ConfigError("the prompt is empty: there is nothing to continue")
         if len(prompt_ids) >= self.max_len:
             raise self.too_long(len(prompt_ids))
+        if len(prediction_ids) >= self.max_len:
+            raise self.long_prediction(len(prediction_ids))
         named = {
             "the prompt": prompt_ids,
+            "the prediction": prediction_ids,  # draft tokens are inputs of the model, as the prompt is
             "logit_bias": tuple(params.logit_bias),
             "allowed_token_ids": params.allowed_token_ids or (),
         }
@@ -55,6 +61,12 @@ class Limits:
                 raise ConfigError(f"logit_bias of token {token_id} must be in [-100, 100], got {bias}")
         if params.stop and not self.has_vocabulary:
             raise ConfigError("stop strings need a tokenizer, and this model's files hold none; use stop_token_ids")
+
+    def long_prediction(self, num_tokens: int) -> ConfigError:
+        """Make the error for a prediction of so many tokens. It is no ContextLengthError: no conversation that gets
+        shorter helps."""
+        most = self.max_len - 1
+        return ConfigError(f"the prediction has {num_tokens} tokens, and no answer has more than {most}: shorten it")
 
     def too_long(self, prompt_len: int, what: str = "prompt", *, has_answer: bool = True) -> ContextLengthError:
         """Make the error for a prompt of so many tokens, at least. what: what its sender calls it.

@@ -29,6 +29,8 @@ class _Life:
     num_starts: int = 0
     pauses: Pauses = field(default_factory=Pauses)
     was_suspended: bool = False  # since its last start
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 class RequestTracker:
@@ -112,6 +114,7 @@ class RequestTracker:
     def _life(self, update: RequestUpdate) -> _Life:
         life = self._lives.setdefault(update.request_id, _Life(update.prompt_len))
         life.cached_len, life.completion_len = update.cached_len, update.completion_len
+        life.num_drafted, life.num_accepted = update.num_drafted, update.num_accepted
         return life
 
     def _end(self, request_id: str, reason: str | None, now: int | None) -> None:
@@ -129,5 +132,7 @@ class RequestTracker:
                 finish_reason=None if reason is None else str(reason),
                 num_starts=life.num_starts,
                 suspended=life.pauses.listed(),
+                num_drafted=life.num_drafted,
+                num_accepted=life.num_accepted,
             )
         )

@@ -47,6 +47,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     answer_ids: of an answer that was begun before, its tokens so far: the first new one comes behind them.
     cached_len: of a request that another scheduler had before, what that one said of it.
     is_suspended: it comes as one that is: nothing of it is computed before `Scheduler.resume`.
+    prediction_ids: tokens that its sender expects of the answer: draft tokens are looked for there, too. No answer
+    depends on them, so whoever takes a request over may leave them out.
     params.stop is not looked at: stop strings need text, so the API process finds them and calls `Scheduler.finish`.
     """
 
@@ -59,6 +61,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     answer_ids: Sequence[int] = ()
     cached_len: int | None = None
     is_suspended: bool = False
+    prediction_ids: Sequence[int] = ()
 
 
 class NewSequence(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,10 @@ def test_stats_line() -> None:
         "2.5 tokens/s",
         "2.5 ",
     ]
+    drafted = replace(stats, num_drafted=1200, num_accepted=7)
+    assert format_stats(drafted) == format_stats(stats) + " · 7 of 1,200 draft tokens accepted"
+    assert short_stats(drafted, 90) == shown + " · 7 of 1,200 draft tokens accepted"
+    assert short_stats(drafted, 80) == shown
     long = GenerationStats(prompt_len=3417, completion_len=1, prefill_seconds=1.1985)
     assert short_stats(long, 80) == "1 token · read 3,417 in 1.2 s (2,851/s)"
     assert short_stats(GenerationStats(prompt_len=3417, prefill_seconds=0.5), 80) == "0 tokens · 0.5 s"

@@ -95,6 +95,21 @@ def value_of(args: argparse.Namespace, name: str) -> object:
         ("serve --chat-template-file t.jinja", "chat_template", "t.jinja"),
         ("chat --chat-template t.jinja --reasoning-format none", "reasoning_format", "none"),
         ("serve --reasoning-parser qwen3 x.gguf", "model", "x.gguf"),
+        # drafts
+        ("serve --draft-max 8", "speculative_tokens", 8),
+        ("chat --draft 8", "speculative_tokens", 8),
+        ("chat --draft-n 8 --spec-type ngram-mod", "speculative", "ngram"),
+        ("serve --draft-max 0", "speculative", "off"),
+        ("serve --spec-type none", "speculative", "off"),
+        ("serve --spec-type ngram-simple", "speculative", "ngram"),
+        ("serve --draft-min 2 --draft-p-min 0.5 x.gguf", "model", "x.gguf"),
+        ("serve --speculative-algorithm NGRAM", "speculative", "ngram"),
+        ("serve --speculative-num-draft-tokens 8 --speculative-num-steps 3", "speculative_tokens", 8),
+        ('serve --speculative-config {"method":"ngram"} x.gguf', "model", "x.gguf"),
+        ('serve --speculative-config={"method":"ngram"}', "speculative", "ngram"),
+        ('serve -sc {"method":"ngram","num_speculative_tokens":5}', "speculative_tokens", 5),
+        ('serve -sc {"model":"[ngram]","num_speculative_tokens":5}', "speculative", "ngram"),
+        ("serve --speculative-model [ngram] --num-speculative-tokens 5", "speculative_tokens", 5),
         # upstream
         ("serve --model_dir /m", "model_path", "/m"),
         ("serve --device cpu", "use_cuda", False),
@@ -196,12 +211,33 @@ def test_texts_are_no_flags() -> None:
         ("serve --mmproj f.gguf", "images and sound are not supported here; give the model alone"),
         ("chat --image f.png", "images and sound are not supported here"),
         ("serve --limit-mm-per-prompt image=2", "images and sound are not supported here"),
-        ("serve -md f.gguf", "drafts by a second model are not supported here; leave it out"),
-        ("chat --draft-model f.gguf", "drafts by a second model are not supported here"),
-        ("serve --draft_max 16", "drafts by a second model are not supported here"),
-        ('serve --speculative-config {"method":"ngram"}', "drafts by a second model are not supported here"),
-        ("serve --speculative-algorithm EAGLE", "drafts by a second model are not supported here"),
-        ("plan x.gguf -hfd o/n", "drafts by a second model are not supported here"),
+        ("serve -md f.gguf", "-md: draft models and MTP heads are not supported here; draft tokens come from the text"),
+        ("chat --draft-model f.gguf", "draft models and MTP heads are not supported here"),
+        ("plan x.gguf -hfd o/n", "draft models and MTP heads are not supported here"),
+        ("serve --spec-type draft", "--spec_type: draft models and MTP heads are not supported here"),
+        ("serve --speculative-algorithm EAGLE", "draft models and MTP heads are not supported here"),
+        ("serve --speculative-algorithm NEXTN --speculative-eagle-topk 1", "draft models and MTP heads"),
+        ("serve --speculative-eagle-topk 1", "draft models and MTP heads are not supported here"),
+        ("serve --speculative-model o/n", "draft models and MTP heads are not supported here"),
+        ("serve --draft-max some", "--speculative_tokens"),
+        ("serve --draft-max 8 --speculative_tokens 8", "both mean --speculative_tokens; leave one out"),
+        ("serve --spec-type ngram-simple --draft-max 0", "both mean --speculative; leave one out"),
+        ('serve --speculative-config {"method":"eagle3","model":"o/n"}', "method 'eagle3': draft models and MTP heads"),
+        ('serve --speculative-config {"method":"mtp"}', "method 'mtp': draft models and MTP heads are not"),
+        ('serve --speculative-config {"model":"o/n"}', "method 'o/n': draft models and MTP heads are not"),
+        ('serve --speculative-config {"method":"ngram","model":"o/n"}', "draft models and MTP heads are not"),
+        ('serve --speculative-config {"method":["ngram"]}', "draft models and MTP heads are not"),
+        ('serve --speculative-config {"num_speculative_tokens":4}', "it names no method; it must be a JSON object"),
+        ('serve --speculative-config ["ngram"]', "--speculative_config: it must be a JSON object, such as"),
+        ("serve --speculative-config ngram", "--speculative_config: it must be a JSON object, such as"),
+        ("serve --speculative-config", "--speculative_config: expected a value"),
+        *(
+            (
+                f'serve --speculative-config {{"method":"ngram","num_speculative_tokens":{count}}}',
+                "num_speculative_tokens must be a whole number above 0",
+            )
+            for count in ("0", "true", '"5"', "1.5")
+        ),
         ("serve --rope-scaling yarn", "it is read from the model's files"),
         ("serve --rpc 10.0.0.1:50052", "llama.cpp's RPC is not supported here"),
         ("serve --enable-expert-parallel", "experts over several GPUs are not supported here"),
@@ -223,6 +259,17 @@ def test_other_meanings_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.startswith("note: --max_model_len: taken as --cache_lens, which all requests share")
     build_parser().parse_args(["chat", "--max_model_len", "5", "--temp", "1"])  # one request at a time: the same thing
     assert capsys.readouterr().err == ""
+
+
+def test_what_of_drafting_has_no_effect_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    config = '{"prompt_lookup_max":4,"method":"ngram","prompt_lookup_min":2,"model":null}'
+    build_parser().parse_args(["serve", "--speculative-config", config])
+    said = capsys.readouterr().err
+    assert said.startswith("note: --speculative_config: prompt_lookup_max, prompt_lookup_min: without effect")
+    build_parser().parse_args(["serve", "--speculative-config", '{"method":"ngram","num_speculative_tokens":5}'])
+    assert capsys.readouterr().err == ""
+    build_parser().parse_args(["serve", "--draft-min", "2"])
+    assert capsys.readouterr().err.startswith("note: --draft_min: matches of 2 to 16 tokens are looked for")
 
 
 def test_every_parser_is_a_format_that_there_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -254,9 +301,9 @@ def test_the_whole_table(entry: ForeignFlag, capsys: pytest.CaptureFixture[str])
         for value, word in entry.becomes.items():
             given = {ANY: [name, "5"], NOTHING: [name]}.get(value, [name, value])
             args = parser.parse_args(given)
-            target = entry.flag if entry.flag == MODEL else parser._option_string_actions[entry.flag].dest
-            changed = args.value_sources
-            assert changed == ({} if not word else {"model" if target == MODEL else target: "command line"})
+            flag = word.partition("=")[0]
+            target = parser._option_string_actions[flag].dest if flag.startswith("--") else "model"
+            assert args.value_sources == ({target: "command line"} if word else {})
             assert bool(word) or entry.note or value in ("0", "auto", "gguf", "fp8"), f"{name} is taken in silence"
             capsys.readouterr()
         if ANY not in entry.becomes:

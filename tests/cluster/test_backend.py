@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from ktransformers.core import FinishReason, TokenEvent
 from ktransformers.errors import DeadlineError, EngineError, NotReadyError, SlowReaderError
 from ktransformers.server.backend.base import GenerationRequest
 from ktransformers.system.restart_policy import MAX_STRIKES
-from tests.support.servers.balance_backend import backend, check, collect, request, run, until
+from tests.support.servers.balance_backend import alone, backend, check, collect, request, run, until
 from tests.support.servers.balance_fakes import POISON
 from tests.support.servers.fake_replicas import FakeReplicas
 
@@ -238,5 +239,27 @@ def test_figures_are_those_of_all() -> None:
             assert stats.cache_len == 2 * 4000
             assert made.max_running == 2 * 8
             assert made.pause is None
+
+    run(work)
+
+
+def test_drafts_of_all_replicas_are_counted_and_each_has_the_prediction() -> None:
+    async def work() -> None:
+        def dies(ask: Ask, num_told: int) -> bool:
+            return ask.request_id.endswith(".1") and num_told >= 30
+
+        plain = request(1, params={"max_tokens": 60, "ignore_eos": True})
+        expected, _ = alone(plain)
+        async with service(dies, ("load_drafting", "load_drafting")) as (made, replicas):
+            assert made.model.max_drafts == 3
+            events = await collect(made, replace(plain, prediction_ids=tuple(expected)))
+            check(events, plain)
+            assert [ask.prediction_ids for ask in replicas.asked] == [tuple(expected)] * 2
+            counts = [(told.stats.num_drafted, told.stats.num_accepted) for told in replicas.told]
+            before, after = counts[29], counts[-1]
+            assert before[1] > 0
+            assert after[1] > 0
+            stats = events[-1].stats
+            assert (stats.num_drafted, stats.num_accepted) == (before[0] + after[0], before[1] + after[1])
 
     run(work)

@@ -172,3 +172,40 @@ def test_ops_of_no_step_and_too_many_of_them_are_counted() -> None:
     assert len(log.take(1, 2, 4).ops) == 2
     assert log.num_outside == 2
     assert len(log.take(2, 4, 9).ops) == 1
+
+
+def test_several_tokens_of_one_request_in_one_step() -> None:
+    """Of a row with draft tokens: each token has the experts of the row behind which it was sampled."""
+    data = (
+        step_begin(BEGAN, 1)
+        + experts(0, {0: [7], 1: [1], 2: [2], 3: [3]}, 8, counts=[0, 1, 1, 1, 0, 0, 0, 1])
+        + op("experts", BEGAN + 20_000, 100_000, 0)
+        + step_end(BEGAN + 290_000, 1)
+    )
+    made = Lines()
+    made.joiner.num_layers = 1
+    made.joiner.take(NativeRecords(0, data), 0.0)
+    # b's token, then the three of a that were accepted of the four rows that it had: rows 1, 2, 3.
+    sampled = [("b", 0), ("a", 1), ("a", 2), ("a", 3)]
+    made.joiner.take(step(1, 0, 300_000, num_rows=5, prefill_rows=0, sampled=sampled), 0.0)
+    came = [("b", 4, 9, 12), ("a", 5, 20, 31), ("a", 6, 21, 32), ("a", 7, 22, 33)]
+    made.joiner.take(tokens(1, *came, arrived_ns={"a": BEGAN - 100_000}), 0.0)
+    record = RequestRecord(
+        request="a", prompt_len=15, cached_len=0, completion_len=8, num_starts=1, num_drafted=3, num_accepted=2
+    )
+    made.joiner.take(record, 0.0)
+    made.joiner.settle(0.0)
+    (line,) = made.of("steps")
+    assert (line["rows"], line["sampled"], line["seqs"]) == (5, 4, 2)
+    shown = [(one["request"], one["index"], one["position"], one["experts"]) for one in made.of("tokens")]
+    assert shown == [
+        ("b", 4, 9, [[7]]),
+        ("a", 5, 20, [[1]]),
+        ("a", 6, 21, [[2]]),
+        ("a", 7, 22, [[3]]),
+    ]
+    # Time passes before the first of them alone; each says what the step took, which is not the sum.
+    assert [one["ms"] for one in made.of("tokens")] == [None, 0.4, 0.0, 0.0]
+    assert [one["step_ms"] for one in made.of("tokens")] == [0.3] * 4
+    (request,) = made.of("requests")
+    assert (request["num_drafted"], request["num_accepted"], request["preemptions"]) == (3, 2, 0)

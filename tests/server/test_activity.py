@@ -65,6 +65,10 @@ def test_a_summary_has_the_rates_since_the_last_one() -> None:
     assert summary.line() == "0 running, 0 waiting, 0.0 prompt tokens/s, 2.0 generated tokens/s, cache 40% used"
     clock.now += 10
     assert summary.line() is None
+    counts.draft_tokens, counts.accepted_tokens = 12, 9
+    clock.now += 10
+    rates = "0.0 prompt tokens/s, 0.0 generated tokens/s, 9 of 12 draft tokens accepted"
+    assert summary.line() == f"0 running, 0 waiting, {rates}, cache 40% used"
 
 
 def test_a_summary_is_logged_when_busy_only(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from ktransformers.cli.chat.attachments import attach_files, with_document
 from ktransformers.cli.chat.history import ChatHistory
 from ktransformers.cli.chat.input import TurnSource, UserTurn, quoted, read_prompt_file, typed_path
-from ktransformers.cli.chat.output import View, format_stats
+from ktransformers.cli.chat.output import View, drafts_of, format_stats
 from ktransformers.cli.chat.settings import Settings
 from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent, format_bytes
 from ktransformers.engine.api.llm import LLM
@@ -356,9 +356,12 @@ class ChatLoop:
             completion_len=sum(stats.completion_len for stats in answers),
             prefill_seconds=sum(stats.prefill_seconds for stats in answers),
             decode_seconds=sum(stats.decode_seconds for stats in answers),
+            num_drafted=sum(stats.num_drafted for stats in answers),
+            num_accepted=sum(stats.num_accepted for stats in answers),
         )
         steps = total.completion_len - sum(1 for stats in answers if stats.completion_len)
         rate = steps / total.decode_seconds if total.decode_seconds > 0 else 0.0
+        drafts = f"drafts: {drafts_of(total)}\n" if total.num_drafted else ""
         hot = self.llm.engine.hot.describe()
         latest = f"\nhot experts: {hot}" if hot is not None else ""
         latest += f"\nlatest answer: {format_stats(answers[-1])}" if answers else ""
@@ -366,7 +369,7 @@ class ChatLoop:
             f"{len(answers)} answers, {len(self.conversation.messages)} messages\n"
             f"prompt: {total.prompt_len} tokens, {total.cached_len} of them reused, "
             f"{total.prefill_seconds:.2f} s, {total.prefill_rate:.1f} tokens/s\n"
-            f"answers: {total.completion_len} tokens, {total.decode_seconds:.2f} s, {rate:.1f} tokens/s\n"
+            f"answers: {total.completion_len} tokens, {total.decode_seconds:.2f} s, {rate:.1f} tokens/s\n{drafts}"
             f"cache: {min(self.llm.used_len, self.llm.max_len)} of {self.llm.max_len} tokens{latest}"
         )
 

@@ -14,7 +14,7 @@ from typing_extensions import override
 from ktransformers.cli.chat.terminal_text import Sanitizer
 from ktransformers.core import GenerationStats
 
-__all__ = ["PlainView", "View", "format_stats", "short_stats"]
+__all__ = ["PlainView", "View", "drafts_of", "format_stats", "short_stats"]
 
 
 def format_stats(stats: GenerationStats) -> str:
@@ -24,8 +24,13 @@ def format_stats(stats: GenerationStats) -> str:
     return (
         f"prompt eval: {stats.prompt_len} tokens{reused}, {computed} in {stats.prefill_seconds:.2f} s, "
         f"{stats.prefill_rate:.1f} tokens/s · eval: {stats.completion_len} tokens in {stats.decode_seconds:.2f} s, "
-        f"{stats.decode_rate:.1f} tokens/s"
+        f"{stats.decode_rate:.1f} tokens/s" + (f" · {drafts_of(stats)}" if stats.num_drafted else "")
     )
+
+
+def drafts_of(stats: GenerationStats) -> str:
+    """Return what became of an answer's draft tokens, in words."""
+    return f"{stats.num_accepted:,} of {stats.num_drafted:,} draft tokens accepted"
 
 
 def short_stats(stats: GenerationStats, width: int) -> str:
@@ -37,8 +42,10 @@ def short_stats(stats: GenerationStats, width: int) -> str:
         answer.append(f"{_rate(stats.decode_rate)} tokens/s")
     read = f"{stats.prompt_len - stats.cached_len:,}"
     seconds = f"{stats.prefill_seconds:.1f} s"
+    whole = f"{', '.join(answer)} · read {read} in {seconds} ({_rate(stats.prefill_rate)}/s)"
     tries = [
-        f"{', '.join(answer)} · read {read} in {seconds} ({_rate(stats.prefill_rate)}/s)",
+        *([f"{whole} · {drafts_of(stats)}"] if stats.num_drafted else []),
+        whole,
         f"{', '.join(answer)} · read {read} in {seconds}",
         ", ".join(answer),
         answer[-1],

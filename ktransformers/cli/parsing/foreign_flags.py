@@ -6,8 +6,10 @@ What has no counterpart is refused with the name of what there is instead; what 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+
+from ktransformers.cli.parsing.draft_flags import NO_DRAFT_MODELS, NO_JSON, SpeculativeWords, speculative_words
 
 __all__ = ["BY_NAME", "FOREIGN_FLAGS", "MODEL", "ForeignFlag"]
 
@@ -25,7 +27,8 @@ class ForeignFlag:
     becomes: our word by the value that was given ({} stands for it); an empty word means that nothing is to be done.
     is_list: it takes all words up to the next flag, as values with commas between.
     error: said for every other value. note: printed when it is used, if the command has `note_beside` too (or always),
-    except for the values of is_plain, which mean here just what they mean there.
+    except for the values of is_plain, which mean here just what they mean there. read: in place of `becomes`, reads a
+    value that stands for several flags, or raises ConfigError.
     """
 
     names: tuple[str, ...]
@@ -36,9 +39,12 @@ class ForeignFlag:
     note_beside: str = ""
     is_list: bool = False
     is_plain: tuple[str, ...] = ()
+    read: Callable[[str], SpeculativeWords] | None = None
 
     def takes_value(self, following: str | None) -> bool:
         """Whether the word that follows the flag on the command line is its value."""
+        if self.read is not None:
+            return True
         if not self.becomes or set(self.becomes) == {NOTHING}:
             return False
         return NOTHING not in self.becomes or (following is not None and following.lower() in _SWITCH_WORDS)
@@ -312,9 +318,31 @@ _SERVER = (
              "a request says it: reasoning_effort, or chat_template_kwargs; --force_think is for all requests"),
 )  # fmt: skip
 
+_NGRAM = "--speculative=ngram"
+_NGRAM_TYPES = "ngram-simple ngram-map-k ngram-map-k4v ngram-mod ngram-cache"
+_MATCHES = (
+    "matches of 2 to 16 tokens are looked for, and how many draft tokens pay is found out; --speculative_tokens "
+    "limits them"
+)
+
+_SPECULATIVE = (
+    _alias("--draft_max --draft --draft_n --spec_draft_n_max --num_speculative_tokens --num_draft_tokens "
+           "--speculative_num_draft_tokens", "--speculative_tokens", **{"0": "--speculative=off"}),
+    _choice("--draft_min --draft_n_min --draft_p_min --spec_draft_n_min --spec_draft_p_min --spec_ngram_size_n "
+            "--spec_ngram_size_m --spec_ngram_min_hits --ngram_prompt_lookup_max --ngram_prompt_lookup_min "
+            "--speculative_ngram_min_match_window_size --speculative_ngram_max_match_window_size "
+            "--speculative_ngram_min_bfs_breadth --speculative_ngram_max_bfs_breadth --speculative_ngram_match_type "
+            "--speculative_ngram_branch_length --speculative_ngram_capacity --speculative_num_steps",
+            "--speculative_tokens", {ANY: ""}, "", _MATCHES),
+    _choice("--spec_type", "--speculative", {"none": "--speculative=off"} | dict.fromkeys(_NGRAM_TYPES.split(), _NGRAM),
+            NO_DRAFT_MODELS),
+    _choice("--speculative_algorithm --speculative_algo", "--speculative", {"ngram": _NGRAM}, NO_DRAFT_MODELS),
+    _choice("--speculative_model", "--speculative", {"[ngram]": _NGRAM}, NO_DRAFT_MODELS),
+    ForeignFlag(("--speculative_config", "-sc"), "--speculative", error=NO_JSON, read=speculative_words),
+)  # fmt: skip
+
 _LORA = "LoRA adapters are not supported here; merge one into the model, and give the result as MODEL"
 _IMAGES = "images and sound are not supported here; give the model alone, which then answers text"
-_DRAFTS = "drafts by a second model are not supported here; leave it out, answers are the same without"
 _ROPE = "it is read from the model's files, and overriding it is not supported here"
 
 _UNSUPPORTED = (
@@ -324,11 +352,9 @@ _UNSUPPORTED = (
              "--model_vocoder -mv", "--gguf_path", _IMAGES),
     _switch("--no_mmproj --no_mmproj_offload --language_model_only", "--gguf_path", "",
             "the model alone is loaded, without what reads images"),
-    _refused("--draft_model --model_draft -md --draft --draft_max --draft_n --draft_min --draft_p_min --spec_type "
-             "--n_gpu_layers_draft -ngld --gpu_layers_draft --ctx_size_draft -cd --hf_repo_draft -hfd -hfrd "
-             "--device_draft -devd --speculative_config -sc --speculative_model --num_speculative_tokens "
-             "--num_draft_tokens --speculative_algorithm --speculative_algo --speculative_draft_model_path "
-             "--speculative_num_steps --speculative_eagle_topk --speculative_num_draft_tokens", "--gguf_path", _DRAFTS),
+    _refused("--draft_model --model_draft -md --n_gpu_layers_draft -ngld --gpu_layers_draft --ctx_size_draft -cd "
+             "--hf_repo_draft -hfd -hfrd --device_draft -devd --speculative_draft_model_path --speculative_eagle_topk",
+             "--gguf_path", NO_DRAFT_MODELS),
     _refused("--rope_scaling --rope_scale --rope_freq_base --rope_freq_scale --yarn_orig_ctx --yarn_ext_factor "
              "--hf_overrides --json_model_override_args --override_kv --rope_theta", "--gguf_path", _ROPE),
     _refused("--control_vector --control_vector_scaled", "--gguf_path",
@@ -339,7 +365,7 @@ _UNSUPPORTED = (
              "experts over several GPUs are not supported here; they are on the CPU and where GPUs have room"),
 )  # fmt: skip
 
-FOREIGN_FLAGS = (*_MODEL_AND_CACHE, *_DEVICES, *_KT_KERNEL, *_SAMPLING_AND_CHAT, *_SERVER, *_UNSUPPORTED)
+FOREIGN_FLAGS = (*_MODEL_AND_CACHE, *_DEVICES, *_KT_KERNEL, *_SAMPLING_AND_CHAT, *_SERVER, *_SPECULATIVE, *_UNSUPPORTED)
 
 
 def _by_name() -> dict[str, tuple[ForeignFlag, ...]]:

@@ -12,13 +12,14 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from typing_extensions import override
 
 from ktransformers.cli.parsing import foreign_flags, settings
+from ktransformers.cli.parsing.draft_flags import SpeculativeWords
 from ktransformers.cli.parsing.foreign_flags import MODEL, ForeignFlag
 from ktransformers.cli.parsing.settings import Setting
 from ktransformers.config import precision_fields
@@ -392,6 +393,8 @@ class ArgumentParser(argparse.ArgumentParser):
             value = rest.pop(0)
             while foreign.is_list and rest and not _is_flag(rest[0]) and not _is_file(rest[0]):
                 value += f",{rest.pop(0)}"
+        if foreign.read is not None:
+            return self._read(foreign.read, name, value or "")
         word = foreign.word(value)
         if word is None:
             self.error(f"{name}: {foreign.error}")
@@ -399,6 +402,16 @@ class ArgumentParser(argparse.ArgumentParser):
         if foreign.note and not is_plain and (not foreign.note_beside or self.has_option(foreign.note_beside)):
             print(f"note: {self._where()}{name}: {foreign.note}", file=sys.stderr)
         return [word] if word else []
+
+    def _read(self, read: Callable[[str], SpeculativeWords], name: str, value: str) -> list[str]:
+        """Our words for a flag whose value says several things."""
+        try:
+            words, note = read(value)
+        except ConfigError as error:
+            self.error(f"{name}: {error}")
+        if note:
+            print(f"note: {self._where()}{name}: {note}", file=sys.stderr)
+        return words
 
     # What is said
 

@@ -68,7 +68,8 @@ class EngineRequest:
     call it; the loop sets it where it is empty.
 
     answer_ids: tokens of an answer that was begun before; the events are of the tokens that follow. has_progress:
-    whether its events have PrefillChunks. cache_salt, cached_len, is_suspended: see scheduler.records.Request.
+    whether its events have PrefillChunks. cache_salt, cached_len, is_suspended, prediction_ids: see
+    scheduler.records.Request.
     """
 
     prompt_ids: Sequence[int]
@@ -81,6 +82,7 @@ class EngineRequest:
     cache_salt: str = ""
     cached_len: int | None = None
     is_suspended: bool = False
+    prediction_ids: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -390,5 +392,6 @@ def _added(request: EngineRequest) -> Add:
             cache_salt=request.cache_salt,
             cached_len=request.cached_len,
             is_suspended=request.is_suspended,
+            prediction_ids=request.prediction_ids,
         )
     )

@@ -126,7 +126,7 @@ class DraftPlanner:
     def _drafter(self, seq: Sequence) -> Drafter:
         drafter = seq.drafter
         if drafter is None:
-            drafter = seq.drafter = PromptLookup(seq.token_ids, self._rates)
+            drafter = seq.drafter = PromptLookup(seq.token_ids, self._rates, seq.request.prediction_ids)
         elif len(drafter) < seq.known_len:  # behind a pause
             drafter.extend(seq.token_ids[len(drafter) :])
         return drafter

@@ -1,5 +1,9 @@
 """Drafts how a sequence goes on from where its last tokens stood before: prompt lookup, or n-gram drafting.
 
+    predicted tokens ── if the request brings any ──┐
+                                                    ├──> searched as one
+    prompt and answer ──────────────────────────────┘
+
     ... the cat sat on the mat. Then the cat sat on ──> the mat. Then
             └────── match ──────┘ draft  └─ last tokens ─┘
 
@@ -33,25 +37,32 @@ PACE = 4096
 class PromptLookup:
     """A Drafter of one sequence, from its own tokens.
 
-    rates: of all sequences; None: its own. match_len: tokens before the next one that are the same as those before its
-    draft, up to MAX_MATCH; 0: there is no draft.
+    rates: of all sequences; None: its own. prediction_ids: tokens that its sender expects of the answer, searched as if
+    they stood before the prompt, and no part of the sequence. match_len: tokens before the next one that are the same
+    as those before its draft, up to MAX_MATCH; 0: there is no draft.
     """
 
-    def __init__(self, token_ids: Sequence[int] = (), rates: AcceptanceRates | None = None) -> None:
+    def __init__(
+        self,
+        token_ids: Sequence[int] = (),
+        rates: AcceptanceRates | None = None,
+        prediction_ids: Sequence[int] = (),
+    ) -> None:
         self._rates = rates or AcceptanceRates(MAX_MATCH)
-        self._ids = array("i", token_ids)
+        self._ids = array("i", (*prediction_ids, *token_ids))
         # A place is where something follows two tokens. By hash of these the latest one, and the one before each.
-        self._mask = (1 << max(len(token_ids).bit_length(), 8)) - 1
+        self._mask = (1 << max(len(self._ids).bit_length(), 8)) - 1
         self._latest = array("i", [-1]) * (self._mask + 1)
         self._before = array("i", [-1]) * MIN_MATCH
+        self._num_predicted = len(prediction_ids)
         self._next = 0  # where the draft of the next token stands
         self.match_len = 0
         self._link()
         self._find()
 
     def __len__(self) -> int:
-        """Number of tokens."""
-        return len(self._ids)
+        """Number of the sequence's tokens."""
+        return len(self._ids) - self._num_predicted
 
     def add(self, token_id: int) -> bool | None:
         """Take the sequence's next token, see Drafter.add: whether it was as drafted counts."""

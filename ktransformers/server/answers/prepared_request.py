@@ -10,7 +10,7 @@ from typing import Any
 
 from ktransformers.core import GenerationStats, SamplingParams, TokenEvent
 from ktransformers.engine.sampling.sampler import draw_seed
-from ktransformers.errors import ConfigError, KTransformersError, UnsupportedError
+from ktransformers.errors import ConfigError, ContextLengthError, FieldError, KTransformersError, UnsupportedError
 from ktransformers.server.answers.choices import ChatChoice, Choice, PromptChoice, TextChoice
 from ktransformers.server.answers.constraints import beside_tools, reasoning_of
 from ktransformers.server.answers.events import AnswerFinished, AnswerStep
@@ -219,6 +219,7 @@ def _generations(
     """
     params, seed, n = *_params(service, asked.sampling), asked.n
     shared = [tuple(prompt) for prompt in prompts]  # answers to one prompt hold the same object
+    prediction_ids = _prediction_ids(service, asked.prediction)
     made = [
         GenerationRequest(
             request_id=f"{asked.id}-{index}" if len(prompts) * n > 1 else asked.id,
@@ -228,12 +229,24 @@ def _generations(
             timeout=asked.timeout or service.config.request_timeout,
             cache_salt=asked.cache_salt,
             timeline=service.new_timeline(),
+            prediction_ids=prediction_ids,
         )
         for index in range(len(prompts) * n)
     ]
     for request in made[::n]:  # the others differ in their seeds
         _check(service, asked, request)
     return made
+
+
+def _prediction_ids(service: Service, text: str) -> tuple[int, ...]:
+    """The tokens of OpenAI's `prediction`. Raises FieldError for more of them than any answer has."""
+    model = service.model
+    if not text:
+        return ()
+    try:
+        return tuple(model.tokenizer.encode(text, add_special_tokens=False, max_len=model.max_len - 1))
+    except ContextLengthError as error:
+        raise FieldError(f"prediction: {model.limits.long_prediction(error.prompt_len)}", "prediction") from error
 
 
 def _check(service: Service, asked: AnswerRequest, request: GenerationRequest) -> None:
@@ -263,5 +276,6 @@ def _params(service: Service, asked: Sampling) -> tuple[SamplingParams, int]:
         allowed_token_ids=asked.allowed_token_ids,
         logprobs=asked.logprobs,
         prompt_logprobs=asked.prompt_logprobs,
+        max_drafts=asked.max_drafts,
     )
     return params, draw_seed() if asked.seed is None else asked.seed % (1 << 64)

@@ -82,6 +82,7 @@ class Sampling:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     constraint: Constraint | None = None
+    max_drafts: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +91,8 @@ class AnswerRequest:
 
     id: of the answer, spelled as the dialect does. model: the name that was asked for. n: answers per prompt. timeout:
     seconds, priority: a smaller number is served earlier. cache_salt: prefixes are shared within the same salt only.
-    is_prompt_only: nothing but the prompt is looked at; the one token that is computed for that is not part of the
-    answer.
+    prediction: text that the client expects of the answer. is_prompt_only: nothing but the prompt is looked at; the one
+    token that is computed for that is not part of the answer.
     """
 
     id: str
@@ -101,6 +102,7 @@ class AnswerRequest:
     priority: int = 0
     timeout: float | None = None
     cache_salt: str = ""
+    prediction: str = ""
     is_prompt_only: bool = False
 
 

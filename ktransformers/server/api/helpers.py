@@ -56,6 +56,7 @@ async def server_info(request: Request) -> Response:
             "architecture": model.architecture,
             "description": model.description,
             "max_model_len": model.max_len,
+            "speculative_tokens": model.max_drafts,
             "vocab_size": model.vocab_size,
             "max_running_requests": service.backend.max_running,
             "max_queued_requests": config.max_queue,
@@ -123,11 +124,9 @@ async def slots(request: Request) -> Response:
     """Answer, under llama.cpp's names, with one entry for each request that can be computed at once."""
     service = service_of(request)
     model, num_running = service.model, service.backend.stats().num_running
+    shared = {"n_ctx": model.max_len, "speculative": model.max_drafts > 0}
     return ApiResponse(
-        [
-            {"id": index, "n_ctx": model.max_len, "speculative": False, "is_processing": index < num_running}
-            for index in range(service.backend.max_running)
-        ]
+        [{"id": index, **shared, "is_processing": index < num_running} for index in range(service.backend.max_running)]
     )
 
 

@@ -44,6 +44,14 @@ def _prefix(stats: BackendStats) -> dict[str, int] | None:
     return {"hits": stats.scheduler.prefix_hit_len, "queries": stats.scheduler.prefix_query_len}
 
 
+def _drafts(service: Service) -> dict[str, int] | None:
+    """Draft tokens since the start; None where the loaded model has none."""
+    if not service.backend.is_ready or not service.backend.model.max_drafts:
+        return None
+    counts = service.metrics.counts
+    return {"drafted": counts.draft_tokens, "accepted": counts.accepted_tokens}
+
+
 def _experts(stats: BackendStats) -> dict[str, Any] | None:
     if not isinstance(stats, BalanceStats) or not stats.experts:
         return None
@@ -99,6 +107,7 @@ def _status(service: Service) -> dict[str, Any]:
         "kv": _kv(stats),
         "prefix": _prefix(stats),
         "tiers": stats.tiers if isinstance(stats, BalanceStats) else None,
+        "drafts": _drafts(service),
         "speed": speed,
         "memory": memory,
         "experts": _experts(stats),

@@ -34,8 +34,9 @@ class ModelInfo:
     max_len: most tokens of one request, prompt and answer together; is_models_limit: no larger cache makes it more.
     default_params: what a request that names no sampling parameters gets, max_tokens excepted. architecture: the class
     name in the model's config.json, if any. embeddings: how they are made.
-    card: sizes and names for people. digest: 32 bytes that models of another kind or settings of their arithmetic do
-    not have, nor most other weights; empty where nobody asks. weights: their files, for exact_fingerprint.
+    max_drafts: draft tokens of an answer in a step at most; 0: none are run. card: sizes and names for people. digest:
+    32 bytes that models of another kind or settings of their arithmetic do not have, nor most other weights; empty
+    where nobody asks. weights: their files, for exact_fingerprint.
     """
 
     tokenizer: Tokenizer
@@ -50,6 +51,7 @@ class ModelInfo:
     card: ModelCard = field(default_factory=ModelCard)
     digest: bytes = b""
     weights: tuple[FileState, ...] = ()
+    max_drafts: int = 0
 
     @property
     def limits(self) -> Limits:
@@ -78,7 +80,8 @@ class GenerationRequest:
     share cached prefixes only with requests of the same salt. timeline: where the backend notes times; None: nobody
     wants them. past: the answer so far, of one that another process has begun: its events come first, as they came
     there. Only with can_go_on. is_suspended: asked when it begins. Of one that is nothing is computed until `resume`,
-    its prompt neither. Only with can_suspend.
+    its prompt neither. Only with can_suspend. prediction_ids: tokens that the client expects of the answer, where draft
+    tokens are looked for, too: no answer depends on them.
     """
 
     request_id: str
@@ -90,6 +93,7 @@ class GenerationRequest:
     timeline: Timeline | None = None
     past: Sequence[PastToken] = ()
     is_suspended: Callable[[], bool] = _never
+    prediction_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +169,7 @@ class BackendInterfaceBase(ABC):
         See Limits and Grammars.
         """
         model = self.model
-        model.limits.check(request.prompt_ids, request.params)
+        model.limits.check(request.prompt_ids, request.params, request.prediction_ids)
         check_rules(model.tokenizer.grammars(model.vocab_size, model.eos_token_ids), request.params)
 
     @abstractmethod

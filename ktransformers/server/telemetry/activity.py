@@ -54,9 +54,11 @@ class LoadSummary:
             return None
         prompt = (counts.prompt_tokens - before.prompt_tokens) / seconds
         answer = (counts.answer_tokens - before.answer_tokens) / seconds
+        drafted, accepted = counts.draft_tokens - before.draft_tokens, counts.accepted_tokens - before.accepted_tokens
+        drafts = f", {accepted} of {drafted} draft tokens accepted" if drafted else ""
         return (
             f"{stats.num_running} running, {stats.num_waiting} waiting, {prompt:.1f} prompt tokens/s, "
-            f"{answer:.1f} generated tokens/s, cache {stats.cache_usage:.0%} used"
+            f"{answer:.1f} generated tokens/s{drafts}, cache {stats.cache_usage:.0%} used"
         )
 
     async def run(self, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep) -> None:

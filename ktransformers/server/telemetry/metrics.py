@@ -152,13 +152,15 @@ class Refusals(Collector):
 @dataclass(slots=True)
 class Counts:
     """Counts of answers and tokens since the start, as they happen. prompt_tokens: computed, not found in the cache;
-    counted at the first token.
+    counted at the first token. draft_tokens: run for answers; accepted_tokens: those of them that are the answers'.
     """
 
     num_started: int = 0
     num_finished: int = 0
     prompt_tokens: int = 0
     answer_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Metrics:
@@ -176,6 +178,10 @@ class Metrics:
         self._answer = self._histogram("vllm:request_generation_tokens", "Tokens of an answer.", _TOKENS)
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of prompts.")
         self._answer_tokens = self._counter("vllm:generation_tokens", "Tokens of answers.")
+        self._draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Draft tokens that steps ran.")
+        self._accepted_tokens = self._counter(
+            "vllm:spec_decode_num_accepted_tokens", "Draft tokens that were accepted: they are tokens of answers."
+        )
         self._success = Counter(
             "vllm:request_success", "Answers that ended.", ["model_name", "finished_reason"], registry=self.registry
         )
@@ -186,6 +192,13 @@ class Metrics:
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, ["model_name"], registry=self.registry).labels(**self._labels)
+
+    def drafted(self, num_drafted: int, num_accepted: int) -> None:
+        """Count draft tokens that were run, and those of them that were accepted."""
+        self.counts.draft_tokens += num_drafted
+        self.counts.accepted_tokens += num_accepted
+        self._draft_tokens.inc(num_drafted)
+        self._accepted_tokens.inc(num_accepted)
 
     def finished(self, reason: FinishReason, stats: GenerationStats, seconds: float) -> None:
         """Count an answer that ended after `seconds`."""

@@ -2,7 +2,8 @@
 text.
 
     127.0.0.1:50312 POST /v1/chat/completions 200 in 1.234 s, chatcmpl-...: 812 prompt tokens (700 cached),
-        prefill 0.301 s (372.1 tokens/s), 96 tokens in 0.912 s (104.2 tokens/s), stop [alice, 3f2a...]
+        prefill 0.301 s (372.1 tokens/s), 96 tokens in 0.912 s (104.2 tokens/s), 40 of 52 draft tokens accepted,
+        stop [alice, 3f2a...]
     127.0.0.1:50314 POST /v1/chat/completions 400 in 0.002 s: temperature: Input should be a valid number
         [alice, my-id-17]
 
@@ -118,10 +119,12 @@ def _described(notes: _Notes) -> str:
         return ""
     request_metrics = notes.answering.request_metrics
     total, reasons = request_metrics.total, _reasons(request_metrics)
+    drafts = f", {total.num_accepted} of {total.num_drafted} draft tokens accepted" if total.num_drafted else ""
     return (
         f", {notes.answering.id}: {total.prompt_len} prompt tokens ({total.cached_len} cached), "
         f"prefill {total.prefill_seconds:.3f} s ({total.prefill_rate:.1f} tokens/s), "
-        f"{total.completion_len} tokens in {total.decode_seconds:.3f} s ({total.decode_rate:.1f} tokens/s), {reasons}"
+        f"{total.completion_len} tokens in {total.decode_seconds:.3f} s ({total.decode_rate:.1f} tokens/s)"
+        f"{drafts}, {reasons}"
     )
 
 
@@ -170,6 +173,8 @@ def _past(scope: Scope, notes: _Notes, status: int, seconds: float) -> PastReque
         prompt_tokens=total.prompt_len,
         cached_tokens=total.cached_len,
         completion_tokens=total.completion_len,
+        draft_tokens=total.num_drafted,
+        accepted_tokens=total.num_accepted,
         ttft=None if request_metrics.first_token_seconds is None else round(request_metrics.first_token_seconds, 4),
         finish_reason=_reasons(request_metrics),
     )

@@ -28,11 +28,13 @@ class RequestMetrics:
         self.first_token_seconds: float | None = None
         self.finish_reasons: list[str | None] = [None] * len(requests)
         self._open = set(range(len(requests)))
+        self._drafts = [(0, 0)] * len(requests)  # run and accepted so far
         metrics.counts.num_started += len(requests)
 
     def note(self, index: int, event: TokenEvent) -> None:
         """Count an event of choice `index`, now."""
         self._stats[index] = event.stats
+        self._note_drafts(index, event.stats)
         timeline = self.requests[index].timeline
         if timeline is not None:
             timeline.receive(event.token_id is not None, event.finish_reason is not None)
@@ -52,6 +54,11 @@ class RequestMetrics:
         if event.finish_reason is not None:
             self._open.discard(index)
             self._metrics.finished(event.finish_reason, event.stats, now - self._began)
+
+    def _note_drafts(self, index: int, stats: GenerationStats) -> None:
+        before, self._drafts[index] = self._drafts[index], (stats.num_drafted, stats.num_accepted)
+        if self._drafts[index] != before:
+            self._metrics.drafted(stats.num_drafted - before[0], stats.num_accepted - before[1])
 
     def close(self) -> None:
         """Count the answers that nobody waits for any more: their tokens were computed all the same."""
@@ -92,4 +99,6 @@ class RequestMetrics:
             completion_len=sum(stats.completion_len for stats in known),
             prefill_seconds=sum(stats.prefill_seconds for stats in known),
             decode_seconds=sum(stats.decode_seconds for stats in known),
+            num_drafted=sum(stats.num_drafted for stats in known),
+            num_accepted=sum(stats.num_accepted for stats in known),
         )

@@ -38,6 +38,8 @@ class PastRequest:
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     completion_tokens: int | None = None
+    draft_tokens: int | None = None
+    accepted_tokens: int | None = None
     ttft: float | None = None
     finish_reason: str | None = None
 

@@ -257,6 +257,9 @@ def _phases(
     if timeline.first_token is None or stats is None:
         return
     decode = {**which, "ktransformers.decode.tokens": stats.completion_len}
+    if stats.num_drafted:
+        decode["ktransformers.decode.draft_tokens"] = stats.num_drafted
+        decode["ktransformers.decode.accepted_tokens"] = stats.num_accepted
     if stats.completion_len > 1 and ended > first_token:
         decode["ktransformers.decode.tokens_per_second"] = (stats.completion_len - 1) * 1e9 / (ended - first_token)
     again = [one for one, first in zip(made, is_first, strict=True) if not first]

@@ -41,6 +41,7 @@ from tests.support.servers.fake_engine import VOCAB_SIZE
 def test_answers_to_one_prompt_are_sent_as_one_record() -> None:
     """32 choices with fields of a megabyte: the scheduler is told once, and nothing of stop strings."""
     first = request(1, prompt=tuple(range(1000)), params={"stop": ("x" * (1 << 20),), "logit_bias": {5: 1.0}})
+    first = replace(first, prediction_ids=tuple(range(500)))
     asked = [
         replace(first, request_id=f"r{i}", params=replace(first.params, seed=i), is_suspended=lambda: False)
         for i in range(32)
@@ -49,13 +50,14 @@ def test_answers_to_one_prompt_are_sent_as_one_record() -> None:
     unlike = replace(first, request_id="unlike", params=replace(first.params, seed=3, temperature=0.5))
     commands = list(_commands([*asked, other, unlike]))
     data = b"".join(map(encode, commands))
-    assert len(data) < 3 * 4000
+    assert len(data) < 3 * 6000
     heard = [one for data in map(encode, commands) for one in decode(data, Command).requests()]
     assert {one.request_id for one in heard} == {one.request_id for one in (*asked, other, unlike)}
     for one in heard:
         wanted = next(ask for ask in (*asked, other, unlike) if ask.request_id == one.request_id)
         assert one.params == replace(wanted.params, stop=())
         assert (tuple(one.prompt_ids), one.cache_salt) == (wanted.prompt_ids, wanted.cache_salt)
+        assert tuple(one.prediction_ids) == wanted.prediction_ids
 
 
 def test_suspended_answers_are_sent_as_such_beside_those_that_are_not() -> None:

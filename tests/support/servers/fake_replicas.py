@@ -27,6 +27,7 @@ class FakeReplicas(Replicas):
         self._replicas = [Replica(f"replica{number}", backend) for number, backend in enumerate(backends)]
         self.dies = dies
         self.asked: list[Ask] = []
+        self.told: list[Told] = []
         self.orders: list[Order] = []
         self.are_there = asyncio.Event()
         self.are_there.set()
@@ -48,8 +49,11 @@ class FakeReplicas(Replicas):
                 for one in _single(message):
                     if self.dies(ask, num_told):
                         raise ReplicaLostError("it died")
-                    yield decode(encode(one), Message)
-                    num_told += isinstance(one, Told)
+                    came = decode(encode(one), Message)
+                    if isinstance(came, Told):
+                        num_told += 1
+                        self.told.append(came)
+                    yield came
 
     @override
     async def facts(self) -> Facts:

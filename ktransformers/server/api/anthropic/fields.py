@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ktransformers.server.api.anthropic.errors import THREAD_CODE
+from ktransformers.server.api.draft_fields import DRAFT_FIELDS
 from ktransformers.server.http.fields import FieldTable, hint, honour, mapped, refuse, within
 
 __all__ = ["TABLE"]
@@ -46,6 +47,7 @@ TABLE: FieldTable = {
         honour(),
     ),
     "parallel_tool_calls": honour(True),
+    **DRAFT_FIELDS,
     # Who asks and for what, how fast, where, for whose money, and what may be kept: nothing about the answer.
     **dict.fromkeys(
         (

@@ -348,6 +348,7 @@ def read_chat(body: MessagesBody, reading: Reading) -> ChatRequest:
         max_tokens=max(body.max_tokens, 1),
         stop=tuple(body.stop_sequences or ()),
         constraint=_constraint(body),
+        max_drafts=body.max_drafts,
     )
     return ChatRequest(
         id=f"msg_{secrets.token_hex(12)}",

@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from ktransformers.server.answers.tool_choices import read_choice
+from ktransformers.server.api.draft_fields import DraftFields
 
 __all__ = [
     "Block",
@@ -382,7 +383,7 @@ class ConversationBody(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class MessagesBody(ConversationBody):
+class MessagesBody(ConversationBody, DraftFields):
     """The body of POST /v1/messages. max_tokens 0 computes the prompt into the cache, and answers nothing."""
 
     max_tokens: Annotated[WholeNumber, Field(ge=0, lt=1 << 31)]

@@ -4,6 +4,7 @@ model.
 
 from __future__ import annotations
 
+from ktransformers.server.api.draft_fields import DRAFT_FIELDS
 from ktransformers.server.http.fields import FieldTable, hint, honour, mapped, refuse, within, without_effect
 
 __all__ = ["CHAT", "EMBED", "EMBED_ONE", "GENERATE", "OPTIONS", "PULL", "SHOW"]
@@ -21,6 +22,7 @@ OPTIONS: FieldTable = {
     "repeat_last_n": honour(),
     "presence_penalty": honour(),
     "frequency_penalty": honour(),
+    **DRAFT_FIELDS,
     # Samplers that there are none of here.
     "mirostat": refuse("temperature, top_p or min_p", 0),
     "mirostat_tau": hint(),  # these two mean something beside mirostat only

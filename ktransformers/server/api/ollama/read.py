@@ -192,6 +192,7 @@ def _sampling(service: Service, body: AnswerBody, ignored: list[str]) -> Samplin
         stop=tuple(options.stop or ()),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         constraint=constraint_of({"format": body.format}),
+        max_drafts=options.max_drafts,
     )
 
 

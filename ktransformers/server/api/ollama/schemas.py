@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, model_validator
 
+from ktransformers.server.api.draft_fields import DraftFields
+
 __all__ = [
     "AnswerBody",
     "ChatBody",
@@ -101,7 +103,7 @@ class _Model(BaseModel):
         return {name: one for name, one in data.items() if one is not None} if isinstance(data, dict) else data
 
 
-class Options(_Body):
+class Options(_Body, DraftFields):
     """Options of how the answer is drawn. num_predict: most tokens of it; 0 and less: to the end of the context."""
 
     num_predict: Annotated[Whole, Field(ge=-(1 << 31), lt=1 << 31)] | None = None

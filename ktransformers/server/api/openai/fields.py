@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ktransformers.errors import FieldError
+from ktransformers.server.api.draft_fields import DRAFT_FIELDS
 from ktransformers.server.http.fields import FieldRule, FieldTable, hint, honour, inside, mapped, refuse, without_effect
 
 __all__ = [
@@ -143,6 +144,8 @@ GENERATION_FIELDS: FieldTable = {
     "timeout": honour(),
     "cache_salt": honour(""),
     "return_speed": honour(),
+    "prediction": honour(),
+    **DRAFT_FIELDS,
     # Other programs' names.
     "repeat_penalty": mapped("repetition_penalty"),
     "n_predict": mapped("max_tokens", *_NO_LIMIT),
@@ -165,7 +168,7 @@ GENERATION_FIELDS: FieldTable = {
     # About speed, storage, billing and tracing.
     **_hints(
         "user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "store", "service_tier",
-        "verbosity", "prediction", "request_id", "rid", "cache_prompt", "id_slot", "slot_id", "n_keep",
+        "verbosity", "request_id", "rid", "cache_prompt", "id_slot", "slot_id", "n_keep",
         "timings_per_token", "return_progress", "stream_tool_calls", "api_key", "session_id", "provider",
         "keep_alive", "kv_transfer_params", "mm_processor_kwargs", "bootstrap_host", "include_reasoning",
         "separate_reasoning", "return_tokens_as_token_ids", "vllm_xargs",

@@ -192,6 +192,7 @@ def _sampling(fields: GenerationFields, max_tokens: int | None, **more: int | No
         allowed_token_ids=None if fields.allowed_token_ids is None else tuple(fields.allowed_token_ids),
         logit_bias={int(key): value for key, value in (fields.logit_bias or {}).items()},
         constraint=constraint_of(fields.constraint_fields()),
+        max_drafts=fields.max_drafts,
         **more,
     )
 
@@ -218,6 +219,7 @@ def chat_request(body: ChatBody) -> ChatRequest:
         priority=body.priority or 0,
         timeout=body.timeout,
         cache_salt=body.cache_salt or "",
+        prediction=body.predicted_text,
         is_prompt_only=max_tokens == 0,
         conversation=Conversation(
             messages=_messages(body.messages, altered.append),
@@ -282,6 +284,7 @@ def text_request(body: CompletionBody) -> TextRequest:
         priority=body.priority or 0,
         timeout=body.timeout,
         cache_salt=body.cache_salt or "",
+        prediction=body.predicted_text,
         prompts=_prompts(body),
         has_echo=bool(body.echo),
         is_prompt_only=body.max_tokens == 0,

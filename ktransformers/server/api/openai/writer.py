@@ -15,7 +15,7 @@ from ktransformers.server.answers.respond import Writer
 from ktransformers.server.api.openai.schemas import GenerationFields
 from ktransformers.server.responses import error_body, json_bytes
 
-__all__ = ["OpenAIWriter"]
+__all__ = ["OpenAIWriter", "drafts_of"]
 
 Fields = dict[str, Any]
 """A part of the JSON that is sent."""
@@ -98,6 +98,11 @@ class OpenAIWriter(Writer):
         return _usage(self.prepared.usage(), self._with_speed)
 
 
+def drafts_of(stats: GenerationStats) -> Fields:
+    """Return OpenAI's two counts of draft tokens. Unlike there, those that were rejected are in no other count."""
+    return {"accepted_prediction_tokens": stats.num_accepted, "rejected_prediction_tokens": stats.num_rejected}
+
+
 def _usage(stats: GenerationStats, with_speed: bool) -> Fields:
     """with_speed adds prefill_time and decode_time in seconds."""
     usage: Fields = {
@@ -105,6 +110,7 @@ def _usage(stats: GenerationStats, with_speed: bool) -> Fields:
         "completion_tokens": stats.completion_len,
         "total_tokens": stats.prompt_len + stats.completion_len,
         "prompt_tokens_details": {"cached_tokens": stats.cached_len},
+        "completion_tokens_details": drafts_of(stats),
     }
     if with_speed:
         usage |= {"prefill_time": stats.prefill_seconds, "decode_time": stats.decode_seconds}

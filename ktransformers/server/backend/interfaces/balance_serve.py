@@ -364,6 +364,7 @@ def _record(request: GenerationRequest, is_suspended: bool) -> Request:
         answer_ids=[past.token_id for past in request.past],
         cached_len=request.past[-1].cached_len if request.past else None,
         is_suspended=is_suspended,
+        prediction_ids=request.prediction_ids,
     )
 
 
@@ -381,4 +382,5 @@ def _model_info(described: ModelDescription, facts: EngineFacts) -> ModelInfo:
         card=replace(described.card, gpu_bytes=facts.gpu_bytes),
         digest=facts.digest,
         weights=facts.weights,
+        max_drafts=facts.max_drafts,
     )

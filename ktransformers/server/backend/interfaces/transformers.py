@@ -81,6 +81,7 @@ class LoadedLoop:
             is_models_limit=limits.is_models_limit,
             embeddings=embedding_form(described.card.pooling_type, engine.config.model_path, engine.config.gguf_path),
             card=described.card,
+            max_drafts=loop.config.max_drafts,
         )
         return cls(model, loop, profiled)
 
@@ -104,6 +105,7 @@ class _RequestState:
             cache_salt=request.cache_salt,
             cached_len=past[-1].cached_len if past else None,
             is_suspended=self.is_suspended,
+            prediction_ids=request.prediction_ids,
         )
         self._generation: Generation = prefill_and_generate(loaded.loop, record)
         self._clock: ChunkClock | None = None  # of a run of which traces are wanted

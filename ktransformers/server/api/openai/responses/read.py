@@ -123,6 +123,7 @@ class Exchange:
             priority=body.priority or 0,
             timeout=body.timeout,
             cache_salt=body.cache_salt or "",
+            prediction=body.predicted_text,
             conversation=Conversation(
                 messages=messages,
                 altered=tuple(turns.altered),
@@ -170,6 +171,7 @@ class Exchange:
             stop=tuple(filter(None, [body.stop] if isinstance(body.stop, str) else body.stop or ())),
             logprobs=(body.top_logprobs or 0) if self.wants_logprobs else None,
             constraint=constraint_of({"text.format": body.text_format, **body.constraint_fields()}),
+            max_drafts=body.max_drafts,
         )
 
 

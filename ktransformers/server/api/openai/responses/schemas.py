@@ -9,6 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat
 from ktransformers.server.answers.tool_choices import read_choice
 from ktransformers.server.api.openai.constraint_fields import ConstraintFields
 from ktransformers.server.api.openai.schemas.base import Seconds, Stop, UnicodeText
+from ktransformers.server.api.openai.schemas.prediction import PredictionFields
 
 __all__ = ["Reasoning", "ResponsesBody", "TextSettings"]
 
@@ -81,7 +82,7 @@ def _as_choice(value: Any) -> Any:
     return {"type": "custom" if asked.is_custom else "function", "name": asked.name}
 
 
-class ResponsesBody(ConstraintFields):
+class ResponsesBody(ConstraintFields, PredictionFields):
     """The body of POST /v1/responses. input: a text, or items: the whole conversation, or what follows
     previous_response_id.
     """

@@ -14,6 +14,7 @@ from ktransformers.server.api.openai.logprobs import chat_logprobs
 from ktransformers.server.api.openai.responses.output import Fields, Output, OutputOptions
 from ktransformers.server.api.openai.responses.read import Exchange
 from ktransformers.server.api.openai.responses.store import KeptResponse, Turn
+from ktransformers.server.api.openai.writer import drafts_of
 from ktransformers.server.responses import error_body, json_bytes
 
 __all__ = ["ResponsesWriter"]
@@ -158,6 +159,9 @@ class ResponsesWriter(Writer):
             "input_tokens": stats.prompt_len,
             "input_tokens_details": {"cached_tokens": stats.cached_len, "cache_write_tokens": 0},
             "output_tokens": stats.completion_len,
-            "output_tokens_details": {"reasoning_tokens": self._output.num_reasoning_tokens},
+            "output_tokens_details": {
+                "reasoning_tokens": self._output.num_reasoning_tokens,
+                **drafts_of(stats),
+            },
             "total_tokens": stats.prompt_len + stats.completion_len,
         }

@@ -19,6 +19,7 @@ from ktransformers.server.api.openai.schemas.base import (
     number_values,
     quick_ids,
 )
+from ktransformers.server.api.openai.schemas.prediction import PredictionFields
 
 __all__ = ["GenerationFields", "StreamOptions"]
 
@@ -34,7 +35,7 @@ class StreamOptions(History):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationFields(Body, ConstraintFields):
+class GenerationFields(Body, ConstraintFields, PredictionFields):
     """The fields that chat and text completions share. Values that change nothing are gone before (fields.py).
 
     truncate_prompt_tokens: of longer prompts this much is left; -1: what leaves room for an answer. Conversations lose
