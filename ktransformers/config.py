@@ -195,7 +195,7 @@ def user_state_dir(system: str = sys.platform, environ: Mapping[str, str] = os.e
 
 
 _MAX_COUNT = (1 << 31) - 1
-MAX_DRAFTS = 63
+MAX_DRAFTS = 64
 """Draft tokens of a sequence in a step at most: each has the logits of a whole row."""
 
 _MAX_GB = 1 << 20
