@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ktransformers.errors import ConfigError
 
@@ -30,7 +30,7 @@ class SpeculativeWords(NamedTuple):
 def speculative_words(text: str) -> SpeculativeWords:
     """Return our flags for vLLM's. Raises ConfigError for what is no such object, or asks for a draft model."""
     try:
-        config: Any = json.loads(text)
+        config: object = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(NO_JSON) from error
     if not isinstance(config, dict):

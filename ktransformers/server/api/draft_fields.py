@@ -6,10 +6,11 @@ speculative_tokens   draft tokens of the answer in a step at most, up to the ser
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
+from ktransformers.server.api.whole_numbers import Whole
 from ktransformers.server.http.fields import FieldTable, hint, honour, mapped
 
 __all__ = ["DRAFT_FIELDS", "DraftFields"]
@@ -26,16 +27,11 @@ DRAFT_FIELDS: FieldTable = {
 """What becomes of these fields, in the table of every dialect."""
 
 
-def _whole(value: Any) -> Any:
-    """8.0 is a whole number, as clients of several languages write it."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
 class DraftFields(BaseModel):
     """Base of bodies that have these fields."""
 
     speculative: Literal["auto", "ngram", "off"] | None = None
-    speculative_tokens: Annotated[int, BeforeValidator(_whole), Field(ge=0, lt=1 << 31)] | None = None
+    speculative_tokens: Annotated[Whole, Field(ge=0, lt=1 << 31)] | None = None
 
     @property
     def max_drafts(self) -> int | None:

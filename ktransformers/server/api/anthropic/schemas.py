@@ -22,6 +22,7 @@ from pydantic import (
 
 from ktransformers.server.answers.tool_choices import read_choice
 from ktransformers.server.api.draft_fields import DraftFields
+from ktransformers.server.api.whole_numbers import Whole
 
 __all__ = [
     "Block",
@@ -52,12 +53,6 @@ _MAX_STOP_CHARS = 1024
 _MAX_STOP_CHARS_IN_ALL = 8192
 
 
-def _whole(value: Any) -> Any:
-    """30.0 is 30 in JSON."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-WholeNumber = Annotated[int, BeforeValidator(_whole)]
 Penalty = Annotated[FiniteFloat, Field(ge=-2, le=2)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -304,7 +299,7 @@ class Thinking(_Part):
     """Setting of whether the model reasons before it answers. display "omitted": without showing it."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
-    budget_tokens: WholeNumber | None = None
+    budget_tokens: Whole | None = None
     display: str | None = None
 
 
@@ -331,21 +326,21 @@ class Trigger(_Part):
     """The number of tokens or tool uses above which a context edit is done."""
 
     type: Literal["input_tokens", "tool_uses"]
-    value: Annotated[WholeNumber, Field(ge=0)]
+    value: Annotated[Whole, Field(ge=0)]
 
 
 class Keep(_Part):
     """The number of newest items that a context edit keeps; "all" has no number."""
 
     type: Literal["tool_uses", "thinking_turns", "all"]
-    value: Annotated[WholeNumber, Field(ge=0)] | None = None
+    value: Annotated[Whole, Field(ge=0)] | None = None
 
 
 class ClearAtLeast(_Part):
     """The number of tokens that a context edit must clear, else it is not done."""
 
     type: Literal["input_tokens"]
-    value: Annotated[WholeNumber, Field(ge=0)]
+    value: Annotated[Whole, Field(ge=0)]
 
 
 class ContextEdit(_Part):
@@ -386,12 +381,12 @@ class ConversationBody(BaseModel):
 class MessagesBody(ConversationBody, DraftFields):
     """The body of POST /v1/messages. max_tokens 0 computes the prompt into the cache, and answers nothing."""
 
-    max_tokens: Annotated[WholeNumber, Field(ge=0, lt=1 << 31)]
+    max_tokens: Annotated[Whole, Field(ge=0, lt=1 << 31)]
     stream: bool | None = None
     stop_sequences: Annotated[list[str], Field(max_length=_MAX_STOPS, fail_fast=True)] | None = None
     temperature: Annotated[FiniteFloat, Field(ge=0, le=100)] | None = None
     top_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[WholeNumber, Field(ge=-1, lt=1 << 31)] | None = None
+    top_k: Annotated[Whole, Field(ge=-1, lt=1 << 31)] | None = None
     # Extensions.
     min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[FiniteFloat, Field(ge=1e-3, le=1e3)] | None = None

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, model_validator
 
 from ktransformers.server.api.draft_fields import DraftFields
+from ktransformers.server.api.whole_numbers import Whole
 
 __all__ = [
     "AnswerBody",
@@ -32,10 +33,6 @@ _MAX_STOPS = 32
 _MAX_STOP_CHARS = 1024
 _MAX_STOP_CHARS_IN_ALL = 8192
 _ZERO = re.compile(r"0+(\.0*)?(ns|us|ms|s|m|h)?")
-
-
-def _whole(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _stops(value: Any) -> Any:
@@ -75,7 +72,6 @@ def _is_duration(value: Any) -> bool:
 
 
 _LEVELS = ("low", "medium", "high", "max")
-Whole = Annotated[int, BeforeValidator(_whole)]
 Duration = Annotated[int | float | str, _only(_is_duration, 'a number of seconds or a text such as "5m"')]
 Format = Annotated[
     Literal["json"] | dict[str, Any],

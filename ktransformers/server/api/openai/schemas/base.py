@@ -7,7 +7,6 @@ from typing import Annotated, Any
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     FiniteFloat,
@@ -16,6 +15,7 @@ from pydantic import (
 )
 
 from ktransformers.server.answers.requests import MAX_ANSWERS
+from ktransformers.server.api.whole_numbers import Whole
 
 __all__ = [
     "Body",
@@ -57,11 +57,6 @@ class History(BaseModel):
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)
-
-
-def _whole(value: Any) -> Any:
-    """30.0 is a whole number, as JSON schemas and other languages see it."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _unicode(text: str) -> str:
@@ -120,7 +115,6 @@ def quick_prompt(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     return handler(value)
 
 
-Whole = Annotated[int, BeforeValidator(_whole)]
 UnicodeText = Annotated[str, AfterValidator(_unicode)]
 Stop = Annotated[
     str | Annotated[list[str], Field(fail_fast=True, json_schema_extra={"maxItems": _MAX_STOPS})],

@@ -6,14 +6,14 @@ that the parts which come true take fewer steps; the answer is the same without.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ktransformers.server.api.draft_fields import DraftFields
 from ktransformers.server.api.openai.schemas.base import UnicodeText
 
-__all__ = ["Prediction", "PredictionFields"]
+__all__ = ["PredictedContent", "PredictionFields"]
 
 _MAX_PARTS = 1024
 
@@ -25,12 +25,12 @@ class _Part(BaseModel):
     text: UnicodeText
 
 
-def _as_parts(value: Any) -> Any:
+def _as_parts(value: object) -> object:
     """A text is its only part."""
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-class Prediction(BaseModel):
+class PredictedContent(BaseModel):
     """The `prediction` of a body: a text, whole or in parts."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -45,7 +45,7 @@ class Prediction(BaseModel):
 class PredictionFields(DraftFields):
     """Base of OpenAI's bodies: the fields about draft tokens."""
 
-    prediction: Prediction | None = None
+    prediction: PredictedContent | None = None
 
     @property
     def predicted_text(self) -> str:
