@@ -24,7 +24,6 @@ __all__ = [
     "Stop",
     "TokenId",
     "UnicodeText",
-    "Whole",
     "number_values",
     "quick_ids",
     "quick_prompt",

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from ktransformers.server.answers.tool_choices import read_choice
-from ktransformers.server.api.openai.schemas.base import Whole
 from ktransformers.server.api.openai.schemas.generation import GenerationFields
 from ktransformers.server.api.openai.schemas.messages import (
     AllowedToolsChoice,
@@ -17,6 +16,7 @@ from ktransformers.server.api.openai.schemas.messages import (
     NamedFunction,
     NamedTool,
 )
+from ktransformers.server.api.whole_numbers import Whole
 
 __all__ = ["ChatBody"]
 

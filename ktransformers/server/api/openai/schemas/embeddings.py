@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, WrapValidator, field_validator
 
-from ktransformers.server.api.openai.schemas.base import Body, Seconds, TokenId, UnicodeText, Whole, quick_prompt
+from ktransformers.server.api.openai.schemas.base import Body, Seconds, TokenId, UnicodeText, quick_prompt
+from ktransformers.server.api.whole_numbers import Whole
 
 __all__ = ["EmbeddingsBody"]
 

@@ -15,11 +15,11 @@ from ktransformers.server.api.openai.schemas.base import (
     Stop,
     TokenId,
     UnicodeText,
-    Whole,
     number_values,
     quick_ids,
 )
 from ktransformers.server.api.openai.schemas.prediction import PredictionFields
+from ktransformers.server.api.whole_numbers import Whole
 
 __all__ = ["GenerationFields", "StreamOptions"]
 
