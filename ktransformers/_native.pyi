@@ -20,6 +20,7 @@ def kv_types() -> dict[str, int]: ...
 def formats() -> list[tuple[int, str, int, int, int, int, int, int]]: ...
 def group_types() -> dict[str, tuple[int, int, int]]: ...
 def activation_kinds() -> dict[str, int]: ...
+def scoring_kinds() -> dict[str, int]: ...
 def set_grid(type: int, values: bytes) -> None: ...
 def num_allocations() -> int: ...
 
@@ -196,13 +197,25 @@ _Norm = tuple[int, float]
 _Rows = tuple[int, int, int, int, int, int]
 _Sizes = tuple[int, int, int, int, int]
 _Memory = tuple[int, int, int, int, int, int, bool]
-_Router = tuple[int, bool, int, int, bool, bool, float]
 
 class LayerBuffers:
     def __init__(self) -> None: ...
 
+class RouterSpec:
+    def __init__(
+        self,
+        *,
+        top_k: int,
+        scoring: int,
+        num_groups: int,
+        topk_groups: int,
+        is_top2: bool,
+        is_renormalized: bool,
+        scaling: float,
+    ) -> None: ...
+
 def route(
-    pool: WorkerPool, spec: _Router, logits: int, bias: int, tokens: int, experts: int, ids: int, weights: int
+    pool: WorkerPool, spec: RouterSpec, logits: int, bias: int, tokens: int, experts: int, ids: int, weights: int
 ) -> None: ...
 
 class AttentionBlock:
@@ -285,7 +298,7 @@ class MoeBlock:
         norm: _Norm,
         router: _Weight,
         bias: int,
-        spec: _Router,
+        spec: RouterSpec,
         experts: Moe,
         shared: list[_Weight],
         kind: int,

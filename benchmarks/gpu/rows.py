@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ktransformers.bench.common.report import Row
 from ktransformers.bench.gpu.device import BF16, Gpu, relative_error
+from ktransformers.kernels.cpu.router import RouterSpec, Scoring
 from ktransformers.kernels.triton.attention.rope import latent_to_cache, rope_to_cache
 from ktransformers.kernels.triton.common.elementwise import activate, add_rms_norm
-from ktransformers.kernels.triton.experts.router import RouterSpec, topk_router
+from ktransformers.kernels.triton.experts.router import topk_router
 from ktransformers.kernels.types import ActivationSpec
 
 __all__ = ["row_figures"]
@@ -27,7 +28,7 @@ def row_figures(gpu: Gpu, row_counts: Sequence[int] = (1, 16, 2048)) -> Iterator
         yield rope_figure(gpu, rows, (32, 4), 128)
         yield latent_figure(gpu, rows, 128)
         yield router_figure(gpu, rows, 128, RouterSpec(8))
-        yield router_figure(gpu, rows, 256, RouterSpec(8, "sigmoid", 8, 4, scaling=2.5))
+        yield router_figure(gpu, rows, 256, RouterSpec(8, Scoring.SIGMOID, 8, 4, scaling=2.5), has_bias=True)
 
 
 def _figure(name: str, rows: int, size: int, us: float, nbytes: int | None = None) -> Row:
@@ -103,11 +104,11 @@ def latent_figure(gpu: Gpu, rows: int, heads: int) -> Row:
     return _figure("latent norm, rope, cache", rows, heads, gpu.graph_us(_numbered(call, sets)), nbytes)
 
 
-def router_figure(gpu: Gpu, rows: int, num_experts: int, spec: RouterSpec) -> Row:
+def router_figure(gpu: Gpu, rows: int, num_experts: int, spec: RouterSpec, has_bias: bool = False) -> Row:
     """Choosing experts from logits."""
     logits = torch.randn(8, rows, num_experts, device=gpu.device)
-    bias = torch.zeros(num_experts, device=gpu.device) if spec.scoring == "sigmoid" else None
+    bias = torch.zeros(num_experts, device=gpu.device) if has_bias else None
     ids = torch.empty(rows, spec.top_k, dtype=torch.int64, device=gpu.device)
     weights = torch.empty(rows, spec.top_k, device=gpu.device)
     us = gpu.graph_us(_numbered(lambda i: topk_router(logits[i], spec, bias, ids, weights), 8))
-    return _figure(f"router {spec.scoring}", rows, num_experts, us)
+    return _figure(f"router {spec.scoring.name.lower()}", rows, num_experts, us)

@@ -1,5 +1,6 @@
 // Arguments as Python passes them: addresses and numbers.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -28,10 +29,18 @@ inline KvType kv_type_of(int type) {
   return static_cast<KvType>(type);
 }
 
-inline ActSpec act_spec(int kind, float alpha, float limit) {
-  if (kind < 0 || kind > static_cast<int>(ActKind::SwigluClamped))
-    throw std::invalid_argument("unknown activation kind " + std::to_string(kind));
-  return {static_cast<ActKind>(kind), alpha, limit};
+// The kind of that number in a KT_NAMED_ENUM, whose names are given. what: of the error.
+template <class Enum, size_t count> Enum kind_of(int number, const char* const (&)[count], const char* what) {
+  if (number < 0 || number >= static_cast<int>(count))
+    throw std::invalid_argument(std::string("unknown ") + what + " " + std::to_string(number));
+  return static_cast<Enum>(number);
+}
+
+inline ActSpec act_spec(int kind, float alpha, float limit, bool has_gate = true) {
+  const auto known = kind_of<ActKind>(kind, kActivationNames, "activation kind");
+  if (!has_gate && needs_gate(known))
+    throw std::invalid_argument(std::string("activation ") + kActivationNames[kind] + " needs a gate");
+  return {known, alpha, limit};
 }
 
 }  // namespace kt

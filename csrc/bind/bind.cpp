@@ -18,6 +18,7 @@
 #include "ops/layer/limits.h"
 #include "ops/linear/linear.h"
 #include "ops/linear/rows.h"
+#include "ops/experts/routing.h"
 #include "ops/experts/stream.h"
 #include "ops/weights/transcode.h"
 #include "runtime/allocations.h"
@@ -47,6 +48,13 @@ kt::ExpertProjection projection(const ProjectionTuple& source) {
   p.bias = at<const float>(std::get<4>(source));
   p.layout = kt::layout_of(std::get<5>(source));
   return p;
+}
+
+// name -> number of a KT_NAMED_ENUM
+template <size_t count> nb::dict numbers_of(const char* const (&names)[count]) {
+  nb::dict numbers;
+  for (size_t i = 0; i < count; ++i) numbers[names[i]] = static_cast<int>(i);
+  return numbers;
 }
 
 // (node, CPUs) of a thread
@@ -221,7 +229,7 @@ void bind_rows(nb::module_& m) {
       "activate",
       [](kt::WorkerPool& pool, int kind, float alpha, float limit, Address gate, Address up, int64_t count,
          Address out) {
-        kt::activate(pool, act_spec(kind, alpha, limit), at<const float>(gate), at<const float>(up), count,
+        kt::activate(pool, act_spec(kind, alpha, limit, gate != 0), at<const float>(gate), at<const float>(up), count,
                      at<float>(out));
       },
       nb::arg("pool"), nb::arg("kind"), nb::arg("alpha"), nb::arg("limit"), nb::arg("gate"), nb::arg("up"),
@@ -234,7 +242,8 @@ void bind_moe(nb::module_& m) {
           "__init__",
           [](kt::Moe* self, const ProjectionTuple& gate, const ProjectionTuple& up, const ProjectionTuple& down,
              int kind, float alpha, float limit, int layer) {
-            new (self) kt::Moe(projection(gate), projection(up), projection(down), act_spec(kind, alpha, limit), layer);
+            const kt::ActSpec act = act_spec(kind, alpha, limit, !std::get<3>(gate).empty());
+            new (self) kt::Moe(projection(gate), projection(up), projection(down), act, layer);
           },
           nb::arg("gate"), nb::arg("up"), nb::arg("down"), nb::arg("kind"), nb::arg("alpha"), nb::arg("limit"),
           nb::arg("layer"))
@@ -357,18 +366,8 @@ NB_MODULE(_native, m) {
       types[info.name] = nb::make_tuple(static_cast<int>(info.type), info.block, info.bytes);
     return types;
   });
-  m.def("activation_kinds", [] {
-    nb::dict kinds;
-    kinds["SILU"] = static_cast<int>(kt::ActKind::Silu);
-    kinds["GELU"] = static_cast<int>(kt::ActKind::Gelu);
-    kinds["GELU_TANH"] = static_cast<int>(kt::ActKind::GeluTanh);
-    kinds["RELU"] = static_cast<int>(kt::ActKind::Relu);
-    kinds["RELU2"] = static_cast<int>(kt::ActKind::Relu2);
-    kinds["SIGMOID"] = static_cast<int>(kt::ActKind::Sigmoid);
-    kinds["SWIGLU_OAI"] = static_cast<int>(kt::ActKind::SwigluOai);
-    kinds["SWIGLU_CLAMPED"] = static_cast<int>(kt::ActKind::SwigluClamped);
-    return kinds;
-  });
+  m.def("activation_kinds", [] { return numbers_of(kt::kActivationNames); });
+  m.def("scoring_kinds", [] { return numbers_of(kt::kScoringNames); });
   m.def("layouts", [] {
     nb::dict layouts;
     layouts["ROWS"] = static_cast<int>(kt::Layout::Rows);

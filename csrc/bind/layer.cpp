@@ -28,17 +28,11 @@ using kt::at;
 using WeightTuple = std::tuple<Address, int, int, int64_t, int64_t>;
 // (address of the weight or 0, epsilon)
 using NormTuple = std::tuple<Address, float>;
-// (top_k, is_sigmoid, num_groups, topk_groups, is_top2, is_renormalized, scaling)
-using RouterTuple = std::tuple<int64_t, bool, int64_t, int64_t, bool, bool, float>;
 
 kt::WeightView weight_of(const WeightTuple& t) {
   return kt::weight_at(std::get<0>(t), std::get<1>(t), std::get<3>(t), std::get<4>(t), std::get<2>(t));
 }
 kt::NormSpec norm_of(const NormTuple& t) { return {at<const float>(std::get<0>(t)), std::get<1>(t)}; }
-kt::RouterSpec router_of(const RouterTuple& t) {
-  return {std::get<0>(t), std::get<1>(t), std::get<2>(t), std::get<3>(t),
-          std::get<4>(t), std::get<5>(t), std::get<6>(t)};
-}
 
 // (type, keys, values, their scales, slots, whether products are of bf16) or, of a delta net, (0, conv, states, 0, 0,
 // slots, false)
@@ -117,19 +111,41 @@ struct LayerStack {
   }
 };
 
+void bind_router(nb::module_& m) {
+  // By name alone: neighbours of one type could change places without an error.
+  nb::class_<kt::RouterSpec>(m, "RouterSpec")
+      .def(
+          "__init__",
+          [](kt::RouterSpec* self, int64_t top_k, int scoring, int64_t num_groups, int64_t topk_groups, bool is_top2,
+             bool is_renormalized, float scaling) {
+            kt::RouterSpec spec{};
+            spec.top_k = top_k;
+            spec.scoring = kt::kind_of<kt::Scoring>(scoring, kt::kScoringNames, "scoring");
+            spec.num_groups = num_groups;
+            spec.topk_groups = topk_groups;
+            spec.is_top2 = is_top2;
+            spec.is_renormalized = is_renormalized;
+            spec.scaling = scaling;
+            new (self) kt::RouterSpec(spec);
+          },
+          nb::kw_only(), nb::arg("top_k"), nb::arg("scoring"), nb::arg("num_groups"), nb::arg("topk_groups"),
+          nb::arg("is_top2"), nb::arg("is_renormalized"), nb::arg("scaling"));
+  m.def(
+      "route",
+      [](kt::WorkerPool& pool, const kt::RouterSpec& spec, Address logits, Address bias, int64_t tokens,
+         int64_t experts, Address ids, Address weights) {
+        kt::route(pool, spec, at<const float>(logits), at<const float>(bias), tokens, experts, at<int64_t>(ids),
+                  at<float>(weights));
+      },
+      nb::arg("pool"), nb::arg("spec"), nb::arg("logits"), nb::arg("bias"), nb::arg("tokens"), nb::arg("experts"),
+      nb::arg("ids"), nb::arg("weights"), nb::call_guard<nb::gil_scoped_release>());
+}
+
 }  // namespace
 
 void bind_layer(nb::module_& m) {
   nb::class_<kt::LayerBuffers>(m, "LayerBuffers").def(nb::init<>());
-  m.def(
-      "route",
-      [](kt::WorkerPool& pool, const RouterTuple& spec, Address logits, Address bias, int64_t tokens, int64_t experts,
-         Address ids, Address weights) {
-        kt::route(pool, router_of(spec), at<const float>(logits), at<const float>(bias), tokens, experts,
-                  at<int64_t>(ids), at<float>(weights));
-      },
-      nb::arg("pool"), nb::arg("spec"), nb::arg("logits"), nb::arg("bias"), nb::arg("tokens"), nb::arg("experts"),
-      nb::arg("ids"), nb::arg("weights"), nb::call_guard<nb::gil_scoped_release>());
+  bind_router(m);
   // norms: input, query, key; weights: q, k, v, o, and their biases; sizes: heads, KV heads, head dim, rotary dims,
   // window
   nb::class_<kt::AttentionBlock>(m, "AttentionBlock")
@@ -249,7 +265,7 @@ void bind_layer(nb::module_& m) {
             block.dim_k = sizes[2];
             block.dim_v = sizes[3];
             block.width = static_cast<int>(sizes[4]);
-            block.gate = kt::act_spec(gate, 0, 0).kind;
+            block.gate = kt::act_spec(gate, 0, 0, false).kind;
             block.l2norm_eps = l2norm_eps;
             block.layer = layer;
             new (self) kt::DeltaNetBlock(block);
@@ -269,12 +285,11 @@ void bind_layer(nb::module_& m) {
       .def(
           "__init__",
           [](kt::MoeBlock* self, const NormTuple& norm, const WeightTuple& router, Address bias,
-             const RouterTuple& spec, const kt::Moe& experts, const std::vector<WeightTuple>& shared, int kind,
+             const kt::RouterSpec& spec, const kt::Moe& experts, const std::vector<WeightTuple>& shared, int kind,
              float alpha, float limit, int layer) {
             if (!shared.empty() && shared.size() != 3 && shared.size() != 4)
               throw std::invalid_argument("shared experts have 3 weights, or 4 with a score");
-            kt::MoeBlock block{norm_of(norm), weight_of(router), at<const float>(bias), router_of(spec), &experts, {},
-                               layer};
+            kt::MoeBlock block{norm_of(norm), weight_of(router), at<const float>(bias), spec, &experts, {}, layer};
             if (!shared.empty())
               block.shared = {true,
                               weight_of(shared[0]),

@@ -103,7 +103,7 @@ void bind_recurrent(nb::module_& m) {
       "gated_norm",
       [](kt::WorkerPool& pool, const std::array<Address, 4>& addresses, const std::array<int64_t, 3>& sizes,
          const std::array<int64_t, 3>& strides, float eps, bool gate_first, int kind) {
-        kt::gated_norm(pool, {{eps, gate_first, kt::act_spec(kind, 0, 0).kind},
+        kt::gated_norm(pool, {{eps, gate_first, kt::act_spec(kind, 0, 0, false).kind},
                               at<const float>(addresses[0]),
                               at<const float>(addresses[1]),
                               at<const float>(addresses[2]),

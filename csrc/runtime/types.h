@@ -8,20 +8,25 @@
 
 #include "runtime/formats.h"
 #include "runtime/grids.h"
+#include "runtime/named_enum.h"
 #include "runtime/recurrent.h"
 
 namespace kt {
 
-enum class ActKind : int32_t {
-  Silu = 0,
-  Gelu = 1,
-  GeluTanh = 2,
-  Relu = 3,
-  Relu2 = 4,
-  Sigmoid = 5,
-  SwigluOai = 6,
-  SwigluClamped = 7
-};
+// Activations of an MLP. A new kind also needs a case in common/math.inl and a member of Python's Activation.
+#define KT_ACTIVATIONS(KIND)    \
+  KIND(Silu, "SILU")            \
+  KIND(Gelu, "GELU")            \
+  KIND(GeluTanh, "GELU_TANH")   \
+  KIND(Relu, "RELU")            \
+  KIND(Relu2, "RELU2")          \
+  KIND(Sigmoid, "SIGMOID")      \
+  KIND(SwigluOai, "SWIGLU_OAI") \
+  KIND(SwigluClamped, "SWIGLU_CLAMPED")
+KT_NAMED_ENUM(ActKind, kActivationNames, KT_ACTIVATIONS);
+
+// Whether an activation is one of a gate and what it multiplies, and there is none of a single number.
+constexpr bool needs_gate(ActKind kind) { return kind == ActKind::SwigluOai || kind == ActKind::SwigluClamped; }
 
 constexpr int kTileRows = 16;    // outputs that one tile computes side by side, one per lane
 constexpr int kTileCols = 256;   // columns of weights that are staged at a time

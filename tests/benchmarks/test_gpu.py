@@ -17,6 +17,7 @@ from benchmarks.gpu import hand_over as hand_over_command
 from ktransformers.bench.gpu import attention_case, hand_over
 from ktransformers.bench.gpu.device import Gpu
 from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.kernels.cpu.router import RouterSpec
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.attention.latent_materialization import LatentDims
 
@@ -123,7 +124,7 @@ def test_rows() -> None:
         rows.silu_figure(gpu, 2, 64),
         rows.rope_figure(gpu, 2, (4, 2), 64),
         rows.latent_figure(gpu, 2, 4),
-        rows.router_figure(gpu, 2, 16, rows.RouterSpec(4)),
+        rows.router_figure(gpu, 2, 16, RouterSpec(4)),
     ]
     assert [figure["rows"] for figure in figures] == 5 * [2]
     assert all(figure["error"] < 0.02 for figure in figures if "error" in figure)

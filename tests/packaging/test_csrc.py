@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,3 +70,31 @@ def test_an_include_against_the_order_is_seen(tmp_path: Path, file: str, text: s
 def test_no_folder_is_crowded() -> None:
     folders = [CSRC, *(one for one in CSRC.rglob("*") if one.is_dir())]
     assert {str(one): count for one in folders if (count := sum(file.is_file() for file in one.iterdir())) > 25} == {}
+
+
+# An enum of a KT_NAMED_ENUM, where its list stands, and a program with the switch over its kinds.
+SWITCHES = [
+    ("KT_ACTIVATIONS", "runtime/types.h", '#include "simd/scalar.h"\n#include "kernels/common/math.inl"\n'),
+    ("KT_SCORINGS", "ops/experts/routing.h", '#include "ops/experts/routing.cpp"\n'),
+]
+
+
+@pytest.mark.parametrize(("kinds", "header", "program"), SWITCHES)
+def test_a_kind_that_the_kernels_forget_does_not_compile(kinds: str, header: str, program: str, tmp_path: Path) -> None:
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("there is no compiler")
+    flags = ["-std=c++17", "-fsyntax-only", "-Wall", "-Werror=switch"]
+    assert "-Werror=switch" in (CSRC.parent / "CMakeLists.txt").read_text(encoding="utf-8")
+    text = (CSRC / header).read_text(encoding="utf-8")
+    forgotten = re.sub(rf"(#define {kinds}\(KIND\) *\\\n)", r'\1  KIND(Forgotten, "FORGOTTEN") \\\n', text)
+    assert forgotten != text
+    for name, header_text in (("as_it_is", text), ("forgotten", forgotten)):
+        folder = tmp_path / name
+        (folder / header).parent.mkdir(parents=True)
+        (folder / header).write_text(header_text)
+        (folder / "program.cpp").write_text(program)
+        command = [compiler, *flags, "-I", str(folder), "-I", str(CSRC), str(folder / "program.cpp")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert (done.returncode != 0) == (name == "forgotten"), done.stderr
+        assert ("Forgotten" in done.stderr) == (name == "forgotten")

@@ -52,12 +52,21 @@ void keep_groups(const RouterSpec& spec, int64_t experts, const RouteMemory& m) 
     if (!m.is_kept[e / size]) m.choice[e] = kLowest;
 }
 
+// Sets the scores of a row. Returns what is added to the sum of those chosen before weights are divided by it: scores
+// that have no sum of their own may all be 0. Without `default`: see activation in kernels/common/math.inl.
+float score_row(const KernelTable& kernels, Scoring scoring, const float* logits, int64_t experts, float* scores) {
+  switch (scoring) {
+    case Scoring::Softmax: kernels.softmax_row(logits, experts, scores); return 0;
+    case Scoring::Sigmoid:
+      kernels.activate({ActKind::Sigmoid, 0, 0}, nullptr, logits, experts, scores);
+      return 1e-20f;  // as DeepSeek-V3 does
+  }
+  __builtin_trap();
+}
+
 void route_row(const KernelTable& kernels, const RouterSpec& spec, const float* logits, const float* bias,
                int64_t experts, const RouteMemory& m, int64_t* ids, float* weights) {
-  if (spec.is_sigmoid)
-    kernels.activate({ActKind::Sigmoid, 0, 0}, nullptr, logits, experts, m.scores);
-  else
-    kernels.softmax_row(logits, experts, m.scores);
+  const float least = score_row(kernels, spec.scoring, logits, experts, m.scores);
   std::copy_n(m.scores, experts, m.choice);
   if (bias != nullptr) kernels.add_row(m.choice, bias, experts);
   if (spec.num_groups > 1) keep_groups(spec, experts, m);
@@ -73,7 +82,7 @@ void route_row(const KernelTable& kernels, const RouterSpec& spec, const float* 
     sum += weights[k];
   }
   for (int64_t k = 0; k < spec.top_k; ++k) {
-    if (spec.is_renormalized) weights[k] /= spec.is_sigmoid ? sum + 1e-20f : sum;  // as DeepSeek-V3 does
+    if (spec.is_renormalized) weights[k] /= sum + least;
     weights[k] *= spec.scaling;
   }
 }

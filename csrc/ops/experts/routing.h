@@ -2,14 +2,23 @@
 #pragma once
 #include <cstdint>
 
+#include "runtime/named_enum.h"
 #include "runtime/pool.h"
 
 namespace kt {
 
+// What makes scores of a row's logits. A new kind also needs a case in score_row (routing.cpp), a member of Python's
+// Scoring, and its formula on a GPU (kernels/triton/experts/router.py) and in plain torch
+// (operators/recognize/router.py).
+#define KT_SCORINGS(KIND)  \
+  KIND(Softmax, "SOFTMAX") \
+  KIND(Sigmoid, "SIGMOID")
+KT_NAMED_ENUM(Scoring, kScoringNames, KT_SCORINGS);
+
 // How a token's experts follow from the router's logits; kernels/cpu/router.py has the same as a class of Python.
 struct RouterSpec {
   int64_t top_k;
-  bool is_sigmoid;  // otherwise softmax
+  Scoring scoring;
   int64_t num_groups, topk_groups;
   bool is_top2;  // a group is as good as its best two experts, otherwise as its best
   bool is_renormalized;

@@ -110,8 +110,13 @@ def _config_as(model_type: str, values: Mapping[str, Any]) -> PretrainedConfig:
 
 def check_model_type(hf_config: PretrainedConfig, trust_remote_code: bool) -> None:
     """Raise UnsupportedError for what is no causal language model of transformers, unless it brings its own code."""
-    if not trust_remote_code:
+    if not _runs_own_code(hf_config, trust_remote_code):
         causal_class(hf_config)
+
+
+def _runs_own_code(hf_config: PretrainedConfig, trust_remote_code: bool) -> bool:
+    """Whether the model is built by a class that comes with it. An auto_map may name code of its tokenizer alone."""
+    return trust_remote_code and "AutoModelForCausalLM" in (getattr(hf_config, "auto_map", None) or {})
 
 
 def check_kinds(facts: ModelFacts) -> None:
@@ -128,10 +133,15 @@ def build_causal(hf_config: PretrainedConfig, trust_remote_code: bool, **options
     """The causal LM of `hf_config` with options of `from_config`, by the model's own code where it brings some."""
     from transformers import AutoModelForCausalLM
 
-    if trust_remote_code and hasattr(hf_config, "auto_map"):
-        remote: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=True, **options)
-        return remote
-    model: PreTrainedModel = causal_class(hf_config)._from_config(hf_config, **options)
+    model: PreTrainedModel
+    if _runs_own_code(hf_config, trust_remote_code):
+        model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=True, **options)
+        number_mixers(model)
+        # Neither `arrange` nor `adapt_fused_experts`: they put classes of transformers in the place of modules, and own
+        # code may compute something else in modules of these names, or call them in another way. Without them a GGUF's
+        # recurrent layers are taken apart while loading, and experts of another form keep their own forward.
+        return model
+    model = causal_class(hf_config)._from_config(hf_config, **options)
     number_mixers(model)
     arrange(model, hf_config)
     adapt_fused_experts(model)

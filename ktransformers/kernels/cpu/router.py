@@ -1,14 +1,15 @@
 """Top-k router: from a router's logits to expert ids and weights. Knows numbers, not experts.
 
-Families differ in a few switches, all of them here: softmax or sigmoid scores; a bias that moves the choice and not
-the weight (DeepSeek-V3, arXiv 2412.19437); experts in groups of which the best few may be chosen from; weights that
-sum to 1; a scaling factor. Between equal scores the lower index wins.
+Families differ in a few switches, all of them here: how logits become scores (`Scoring`); a bias that moves the choice
+and not the weight (DeepSeek-V3, arXiv 2412.19437); experts in groups of which the best few may be chosen from; weights
+that sum to 1; a scaling factor. Between equal scores the lower index wins.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from enum import IntEnum
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +18,19 @@ from ktransformers.kernels.cpu.base import WorkerPool, check_tensor
 from ktransformers.kernels.extension import extension
 from ktransformers.kernels.untraced import untraced
 
-__all__ = ["RouterSpec", "route"]
+if TYPE_CHECKING:
+    from ktransformers._native import RouterSpec as NativeSpec
+
+__all__ = ["RouterSpec", "Scoring", "route"]
+
+_SCORINGS = extension.scoring_kinds()
+
+
+class Scoring(IntEnum):
+    """What makes an expert's score of a row's logits: a softmax over all experts, or a sigmoid of each logit."""
+
+    SOFTMAX = _SCORINGS["SOFTMAX"]
+    SIGMOID = _SCORINGS["SIGMOID"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +43,7 @@ class RouterSpec:
     """
 
     top_k: int
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    scoring: Scoring = Scoring.SOFTMAX
     num_groups: int = 1
     topk_groups: int = 1
     group_score: Literal["max", "top2"] = "top2"
@@ -40,17 +53,24 @@ class RouterSpec:
     def __post_init__(self) -> None:
         if self.top_k < 1 or not 1 <= self.topk_groups <= self.num_groups:
             raise ValueError(f"top_k {self.top_k} and topk_groups {self.topk_groups} of {self.num_groups} do not fit")
-        if self.scoring not in ("softmax", "sigmoid") or self.group_score not in ("max", "top2"):
-            raise ValueError(f"scoring {self.scoring!r} or group_score {self.group_score!r} is unknown")
+        if not isinstance(self.scoring, Scoring) or self.group_score not in ("max", "top2"):
+            raise ValueError(
+                f"scoring must be a Scoring and group_score 'max' or 'top2', got {self.scoring!r} and "
+                f"{self.group_score!r}"
+            )
 
     @property
-    def native(self) -> tuple[int, bool, int, int, bool, bool, float]:
+    def native(self) -> NativeSpec:
         """Return the spec as the extension takes it."""
-        is_top2 = self.group_score == "top2"
-        is_sigmoid = self.scoring == "sigmoid"
-        return (
-            self.top_k, is_sigmoid, self.num_groups, self.topk_groups, is_top2, self.renormalize, float(self.scaling)
-        )  # fmt: skip
+        return extension.RouterSpec(
+            top_k=self.top_k,
+            scoring=int(self.scoring),
+            num_groups=self.num_groups,
+            topk_groups=self.topk_groups,
+            is_top2=self.group_score == "top2",
+            is_renormalized=self.renormalize,
+            scaling=float(self.scaling),
+        )
 
     def check(self, num_experts: int) -> None:
         """Raise ValueError when the spec does not fit so many experts."""

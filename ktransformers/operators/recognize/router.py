@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from ktransformers.kernels.cpu.router import RouterSpec
+from ktransformers.kernels.cpu.router import RouterSpec, Scoring
 from ktransformers.operators.recognize.probe import (
     NotRecognized,
     ProbeInputs,
@@ -25,7 +25,10 @@ __all__ = ["CHOICE_BIAS", "ROUTER_CHILD", "recognize_router", "route"]
 CHOICE_BIAS = "e_score_correction_bias"
 ROUTER_CHILD = "classifier"
 """The linear layer that some routers keep their matrix in."""
-_SCORINGS: tuple[Literal["softmax", "sigmoid"], ...] = ("softmax", "sigmoid")
+_SCORES: dict[Scoring, Callable[[Tensor], Tensor]] = {
+    Scoring.SOFTMAX: lambda logits: logits.softmax(-1),
+    Scoring.SIGMOID: torch.sigmoid,
+}
 _GROUP_SCORES: tuple[Literal["max", "top2"], ...] = ("max", "top2")  # the second is for groups of two and more
 _ROWS = 256
 _MOST_EXPERTS = 4096  # asking takes a matrix of as many rows and columns
@@ -35,7 +38,7 @@ def route(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
     """Compute what the kernels compute, in plain torch: the weights as fp32 [T, E], 0 for experts that are not
     chosen.
     """
-    scores = logits.softmax(-1) if spec.scoring == "softmax" else logits.sigmoid()
+    scores = _SCORES[spec.scoring](logits)
     choice = scores if bias is None else scores + bias
     if spec.topk_groups < spec.num_groups:
         groups = choice.view(len(logits), spec.num_groups, -1)
@@ -105,5 +108,5 @@ def _candidates(module: nn.Module, experts: int, top_k: int) -> Iterator[RouterS
     factor = getattr(module, "routed_scaling_factor", None)
     factors = {1.0, float(factor) if isinstance(factor, (int, float)) else 1.0}
     for (count, chosen), scaling, renormalize in product(sorted(groups, reverse=True), factors, (True, False)):
-        for group_score, scoring in product(_GROUP_SCORES[: experts // count], _SCORINGS):
+        for group_score, scoring in product(_GROUP_SCORES[: experts // count], _SCORES):
             yield RouterSpec(top_k, scoring, count, chosen, group_score, renormalize, scaling)

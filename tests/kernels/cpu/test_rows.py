@@ -8,6 +8,7 @@ import torch.nn.functional as functional
 
 from ktransformers.kernels import reference
 from ktransformers.kernels.cpu import activate, rms_norm
+from ktransformers.kernels.extension import extension
 from ktransformers.kernels.types import Activation, ActivationSpec
 
 EPS = 2.0**-23
@@ -83,6 +84,23 @@ def test_clamped_activations(kind, formula, pools):
         assert torch.equal(activate(spec, gate, up, each), out)
     with pytest.raises(ValueError, match="needs a gate"):
         activate(spec, None, up, pools[0])
+
+
+def test_the_extension_takes_known_kinds_alone(pool):
+    """And none of two numbers where there is one."""
+    assert {kind.name: kind.value for kind in Activation} == extension.activation_kinds()
+    x, out = torch.ones(8), torch.zeros(8)
+
+    def run(kind):
+        extension.activate(pool.handle, kind, 1.0, 1.0, 0, x.data_ptr(), 8, out.data_ptr())
+
+    for kind in (-1, len(Activation)):
+        with pytest.raises(ValueError, match=f"unknown activation kind {kind}"):
+            run(kind)
+    for kind in (kind for kind in Activation if kind.is_clamped):
+        with pytest.raises(ValueError, match=f"{kind.name} needs a gate"):
+            run(int(kind))
+    assert not out.any()
 
 
 def test_not_a_number_passes_through(pools):

@@ -5,20 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ktransformers.operators.recognize.router import CHOICE_BIAS, recognize_router, route
+from ktransformers.kernels.cpu.router import Scoring
+from ktransformers.operators.recognize.router import _SCORES, CHOICE_BIAS, recognize_router, route
 from tests.support.models.latent_models import latent_model
 from tests.support.models.tiny_models import tiny_model
 
 EXPECTED = {
-    "qwen3_moe": ("softmax", 1, True),
-    "qwen2_moe": ("softmax", 1, False),
-    "olmoe": ("softmax", 1, False),
-    "mixtral": ("softmax", 1, True),
-    "deepseek_v2": ("softmax", 1, False),
-    "deepseek_v3": ("sigmoid", 4, True),
-    "glm4_moe": ("sigmoid", 1, True),
-    "dots1": ("sigmoid", 1, True),
-    "gpt_oss": ("softmax", 1, True),  # softmax of the chosen logits: of all, and divided by the sum of the chosen
+    "qwen3_moe": (Scoring.SOFTMAX, 1, True),
+    "qwen2_moe": (Scoring.SOFTMAX, 1, False),
+    "olmoe": (Scoring.SOFTMAX, 1, False),
+    "mixtral": (Scoring.SOFTMAX, 1, True),
+    "deepseek_v2": (Scoring.SOFTMAX, 1, False),
+    "deepseek_v3": (Scoring.SIGMOID, 4, True),
+    "glm4_moe": (Scoring.SIGMOID, 1, True),
+    "dots1": (Scoring.SIGMOID, 1, True),
+    "gpt_oss": (Scoring.SOFTMAX, 1, True),  # softmax of the chosen logits: of all, and divided by the sum of the chosen
 }
 
 
@@ -43,7 +44,11 @@ def test_how_groups_are_ranked_is_found_out(seed: int) -> None:
     gate = latent_model("mistral4", seed).model.layers[-1].mlp.gate
     spec = recognize_router(gate)
     assert spec is not None
-    assert (spec.scoring, spec.num_groups, spec.group_score) == ("softmax", 2, "top2")
+    assert (spec.scoring, spec.num_groups, spec.group_score) == (Scoring.SOFTMAX, 2, "top2")
+
+
+def test_every_scoring_is_looked_for() -> None:
+    assert list(_SCORES) == list(Scoring)
 
 
 def test_other_routers_keep_their_forward() -> None:

@@ -1,6 +1,7 @@
 """Compiles for a GPU what calls would launch, on a machine without one: what the interpreter does not check.
 
-    python -m tests.support.triton_kernels.compile_launches [--sm 80|86|89|90|120] [--attention|--recurrent|--few|--all]
+    python -m tests.support.triton_kernels.compile_launches [--sm 80|86|89|90|120]
+        [--attention|--recurrent|--routers|--few|--all]
 
 Launches are caught, their arguments turned into a signature, and the kernels compiled for such a GPU. Prints a line for
 each; exits with an error for one that does not compile, keeps arrays in local memory or needs more shared memory than
@@ -21,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ktransformers.kernels.attention_call import AttentionCall, RowPages, TopkCall
+from ktransformers.kernels.cpu.router import RouterSpec, Scoring
 from ktransformers.kernels.triton.attention.compressed import (
     Entries,
     attended,
@@ -50,7 +52,7 @@ from ktransformers.kernels.triton.common.elementwise import add_rms_norm, gate_h
 from ktransformers.kernels.triton.experts.hot import split_pairs, sum_onto
 from ktransformers.kernels.triton.experts.matrices import SILU, ExpertMatrices, MoeEpilogue
 from ktransformers.kernels.triton.experts.moe import moe
-from ktransformers.kernels.triton.experts.router import MAX_ROUTED_ROWS, Chosen, RouterSpec, route_rows
+from ktransformers.kernels.triton.experts.router import MAX_ROUTED_ROWS, Chosen, route_rows, topk_router
 from ktransformers.kernels.triton.linear.linear import gated_linear, linear, linear_pair
 from ktransformers.kernels.triton.quant import dequant
 from ktransformers.kernels.triton.quant.repack import CPU_PACKED_TYPES, GpuLayout, can_repack, layout_nbytes
@@ -195,12 +197,20 @@ def call_hot(num_experts, hidden, tokens, top_k=8):
     sum_onto(base.bfloat16(), parts, ids, num_experts, base)
 
 
-def call_router(num_experts, hidden, tokens, spec):
+def call_router(num_experts, hidden, tokens, spec, has_bias=False):
     x, counters = torch.zeros(tokens, hidden, dtype=torch.bfloat16), torch.zeros(MAX_ROUTED_ROWS, dtype=torch.int32)
-    bias = torch.zeros(num_experts) if spec.scoring == "sigmoid" else None
+    bias = torch.zeros(num_experts) if has_bias else None
     chosen = Chosen(torch.zeros(num_experts, dtype=torch.int64), torch.zeros(tokens, dtype=torch.int64))
-    route_rows(x, torch.zeros(num_experts, hidden), spec, counters, bias, chosen=chosen)
+    logits, _, _ = route_rows(x, torch.zeros(num_experts, hidden), spec, counters, bias, chosen=chosen)
+    topk_router(logits, spec, bias)
     write_device_time(chosen.counts, 3)
+
+
+def all_routers():
+    deepseek_v3 = RouterSpec(8, Scoring.SIGMOID, num_groups=8, topk_groups=4, scaling=2.5)
+    call_router(256, 7168, 4, deepseek_v3, has_bias=True)
+    for scoring in Scoring:
+        call_router(128, 2048, 1, RouterSpec(8, scoring))
 
 
 def call_attention(heads, kv_heads, dim, tokens, seqs, pages=64):
@@ -386,7 +396,7 @@ def few():
     call_norm(7168, 2)
     call_candidates(151_936)
     call_gated_attention(16, 2, 256, 64, 1)
-    call_router(256, 7168, 4, RouterSpec(8, "sigmoid", num_groups=8, topk_groups=4, scaling=2.5))
+    all_routers()
     call_linear(QuantType.Q4_K, 2048, 4096, 1)
     call_linear(QuantType.Q6_K, 2048, 2048, 200)
     call_moe((QuantType.Q4_K, QuantType.Q6_K), 2048, 768, 1)
@@ -404,7 +414,6 @@ def some():
     few()
     all_coded((torch.float8_e4m3fn, torch.int8))
     call_convert(1, 2880, 1)
-    call_router(128, 2048, 1, RouterSpec(8))
     call_pair((QuantType.Q4_K, QuantType.Q6_K), (4608, 512), 2048, 2)
     call_gated(QuantType.Q4_K, 4096, 7168, 4)
     call_gated(QuantType.Q4_K, 4096, 7168, 16)
@@ -470,12 +479,14 @@ def main():
     parser.add_argument("--sm", type=int, default=90, choices=sorted(SHARED_BYTES))
     parser.add_argument("--attention", action="store_true", help="kernels of attention alone")
     parser.add_argument("--recurrent", action="store_true", help="kernels of recurrent layers alone")
+    parser.add_argument("--routers", action="store_true", help="kernels of routers alone")
     parser.add_argument("--few", action="store_true", help="every kernel once or twice")
     parser.add_argument("--all", action="store_true", help="many more types and sizes")
     args = parser.parse_args()
     target, runtime.default_shared_bytes = args.sm, SHARED_BYTES[args.sm]
     triton.runtime.jit.JITFunction.run = compile_launch
-    calls = all_recurrent if args.recurrent else all_attention if args.attention else few if args.few else some
+    one_kind = all_recurrent if args.recurrent else all_attention if args.attention else None
+    calls = all_routers if args.routers else one_kind or (few if args.few else some)
     (everything if args.all else calls)()
 
 

@@ -16,9 +16,10 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from ktransformers.kernels.cpu.router import RouterSpec
 from ktransformers.kernels.triton.common import elementwise
 from ktransformers.kernels.triton.common.compiling import loading, warmup, watch_launches
-from ktransformers.kernels.triton.experts.router import RouterSpec, topk_router
+from ktransformers.kernels.triton.experts.router import topk_router
 
 DRIVER = SimpleNamespace(
     get_current_device=lambda: 0,

@@ -152,10 +152,12 @@ def activation_value(x, up, alpha, limit, KIND: tl.constexpr, HAS_GATE: tl.const
         x = tl.minimum(x, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
         y = x * tl.sigmoid(x)
-    else:
+    elif KIND == "SWIGLU_OAI":
         x = tl.minimum(x, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
         y = x * tl.sigmoid(alpha * x)
+    else:
+        tl.static_assert(False, "no formula for this activation")
     if HAS_GATE:
         y *= up
     return y

@@ -1,14 +1,14 @@
 """Top-k router on the GPU: from hidden states or logits to expert ids and weights in one kernel. Knows no experts.
 
-Families differ in a few switches, all of them here: softmax or sigmoid scores; a bias that moves the choice and not
-the weight (DeepSeek-V3, arXiv 2412.19437); experts in groups of which the best few may be chosen from; weights that
-sum to 1; a scaling factor. Between equal scores the lower index wins.
+Families differ in a few switches, all of them here: how logits become scores (`Scoring`); a bias that moves the choice
+and not the weight (DeepSeek-V3, arXiv 2412.19437); experts in groups of which the best few may be chosen from; weights
+that sum to 1; a scaling factor. Between equal scores the lower index wins.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ktransformers.kernels.triton.common.elementwise import check_float
 from ktransformers.kernels.triton.common.runtime import jit, power_of_two, tl
 from ktransformers.kernels.triton.linear.matmul import arrive_last
 
-__all__ = ["MAX_ROUTED_ROWS", "Chosen", "RouterSpec", "route_rows", "topk_router"]
+__all__ = ["MAX_ROUTED_ROWS", "Chosen", "route_rows", "topk_router"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,68 +42,124 @@ class Chosen:
             raise ValueError(f"counts must be [{num_experts}] and slots [{num_rows}]")
 
 
+class _Choice(NamedTuple):
+    """What kernels are compiled for, beside their sizes: a spec, and the experts it chooses from.
+
+    One constexpr, so that its fields are listed once. `_p2`: the next power of two. scoring: name of a Scoring. A field
+    is a plain value inside a kernel. tl.static_range, tl.zeros and other kernels take a constexpr made of it.
+    """
+
+    top_k: int
+    k_p2: int
+    num_groups: int
+    groups_p2: int
+    group_size: int
+    size_p2: int
+    topk_groups: int
+    scoring: str
+    is_top2: bool
+    has_bias: bool
+    is_renormalized: bool
+    is_counted: bool
+
+    @classmethod
+    def of(cls, spec: RouterSpec, num_experts: int, bias: Tensor | None, chosen: Chosen | None) -> _Choice:
+        """Return the constants for a spec. Raises TypeError or ValueError for what does not fit so many experts."""
+        if num_experts % spec.num_groups:
+            raise ValueError(f"{num_experts} experts do not make {spec.num_groups} groups")
+        size = num_experts // spec.num_groups
+        if spec.top_k > spec.topk_groups * size:
+            raise ValueError(f"top_k {spec.top_k} exceeds the {spec.topk_groups * size} experts to choose from")
+        if spec.group_score == "top2" and size < 2 and spec.topk_groups < spec.num_groups:
+            raise ValueError("group_score 'top2' needs groups of two experts or more")
+        if bias is not None:
+            check_float("bias", bias, (num_experts,))
+        return cls(
+            top_k=spec.top_k,
+            k_p2=power_of_two(spec.top_k),
+            num_groups=spec.num_groups,
+            groups_p2=power_of_two(spec.num_groups),
+            group_size=size,
+            size_p2=power_of_two(size),
+            topk_groups=spec.topk_groups,
+            scoring=spec.scoring.name,
+            is_top2=spec.group_score == "top2",
+            has_bias=bias is not None,
+            is_renormalized=spec.renormalize,
+            is_counted=chosen is not None,
+        )
+
+
 @jit
-def _best_groups(
-    choice, exists, NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, G_P2: tl.constexpr, TOP2: tl.constexpr
-):
-    """`choice` [R, G_P2, experts of a group] with all but the best TOPK_GROUPS groups at minus infinity."""
-    best = tl.max(choice, 2)
-    if TOP2:
-        where = tl.argmax(choice, 2)
-        columns = tl.arange(0, choice.shape[2])
-        others = tl.where(columns[None, None, :] == where[:, :, None], float("-inf"), choice)
+def _best_groups(scores, exists, CHOICE: tl.constexpr):
+    """`scores` [R, groups_p2, size_p2] with all but the best groups at minus infinity."""
+    best = tl.max(scores, 2)
+    if CHOICE.is_top2:
+        where = tl.argmax(scores, 2)
+        columns = tl.arange(0, scores.shape[2])
+        others = tl.where(columns[None, None, :] == where[:, :, None], float("-inf"), scores)
         best += tl.max(others, 2)
-    groups = tl.arange(0, G_P2)[None, :]
-    best = tl.where(groups < NUM_GROUPS, best, float("-inf"))
-    chosen = tl.zeros([best.shape[0], G_P2], tl.int32)
+    GROUPS_P2: tl.constexpr = CHOICE.groups_p2
+    TOPK_GROUPS: tl.constexpr = CHOICE.topk_groups
+    groups = tl.arange(0, GROUPS_P2)[None, :]
+    best = tl.where(groups < CHOICE.num_groups, best, float("-inf"))
+    chosen = tl.zeros([best.shape[0], GROUPS_P2], tl.int32)
     for _ in tl.static_range(TOPK_GROUPS):
         open_groups = tl.where(chosen > 0, float("-inf"), best)
         chosen = tl.where(groups == tl.argmax(open_groups, 1)[:, None], 1, chosen)
-    return tl.where((chosen > 0)[:, :, None] & exists, choice, float("-inf"))
+    return tl.where((chosen > 0)[:, :, None] & exists, scores, float("-inf"))
 
 
 @jit
-def _scores(x, SIGMOID: tl.constexpr):
-    """Of logits [R, G_P2, PER_P2], minus infinity where there is no expert."""
-    if SIGMOID:
+def _softmax(x):
+    top = tl.max(tl.max(x, 2), 1)
+    e = tl.exp(x - tl.where(top == float("-inf"), 0.0, top)[:, None, None])
+    total = tl.sum(tl.sum(e, 2), 1)
+    return e / tl.where(total == 0.0, 1.0, total)[:, None, None]  # a row of minus infinities
+
+
+@jit
+def _scores(x, CHOICE: tl.constexpr):
+    """Of logits [R, groups_p2, size_p2], minus infinity where there is no expert."""
+    if CHOICE.scoring == "SOFTMAX":
+        scores = _softmax(x)
+    elif CHOICE.scoring == "SIGMOID":
         scores = tl.sigmoid(x)
     else:
-        top = tl.max(tl.max(x, 2), 1)
-        e = tl.exp(x - tl.where(top == float("-inf"), 0.0, top)[:, None, None])
-        total = tl.sum(tl.sum(e, 2), 1)
-        scores = e / tl.where(total == 0.0, 1.0, total)[:, None, None]  # a row of minus infinities
+        tl.static_assert(False, "no formula for this scoring")
     return scores
 
 
 @jit
 def _choose(
     logits_ptr, bias_ptr, ids_ptr, weights_ptr, counts_ptr, slots_ptr, logits_row, ids_row, weights_row, scaling, rows,
-    num_rows, TOP_K: tl.constexpr, K_P2: tl.constexpr, NUM_GROUPS: tl.constexpr, G_P2: tl.constexpr,
-    PER_GROUP: tl.constexpr, PER_P2: tl.constexpr, TOPK_GROUPS: tl.constexpr, SIGMOID: tl.constexpr,
-    TOP2: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, COUNTS: tl.constexpr, R: tl.constexpr,
+    num_rows, CHOICE: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Ids and weights of R rows [R], their experts as [G_P2 groups, PER_P2 experts of a group]."""
-    groups, members = tl.arange(0, G_P2)[None, :, None], tl.arange(0, PER_P2)[None, None, :]
-    experts = groups * PER_GROUP + members
-    exists = (groups < NUM_GROUPS) & (members < PER_GROUP)
+    """Ids and weights of R rows [R], their experts as [groups_p2 groups, size_p2 experts of a group]."""
+    groups, members = tl.arange(0, CHOICE.groups_p2)[None, :, None], tl.arange(0, CHOICE.size_p2)[None, None, :]
+    experts = groups * CHOICE.group_size + members
+    exists = (groups < CHOICE.num_groups) & (members < CHOICE.group_size)
     there = (rows < num_rows)[:, None, None]
     at = logits_ptr + (rows * logits_row)[:, None, None] + experts
     # Other programs of this launch may have written the logits: not from L1.
     x = tl.load(at, mask=exists & there, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
-    scores = _scores(x, SIGMOID)
+    scores = _scores(x, CHOICE)
     choice = scores
-    if HAS_BIAS:
+    if CHOICE.has_bias:
         choice += tl.load(bias_ptr + experts, mask=exists, other=0.0).to(tl.float32)
     # A score that is no number must not leave the row without ids: it loses to every number.
     choice = tl.where(exists & (choice == choice), choice, float("-inf"))
-    if TOPK_GROUPS < NUM_GROUPS:
-        choice = _best_groups(choice, exists, NUM_GROUPS, TOPK_GROUPS, G_P2, TOP2)
-    flat_choice = tl.reshape(choice, [R, G_P2 * PER_P2])
-    flat_scores = tl.reshape(scores, [R, G_P2 * PER_P2])
-    places = tl.arange(0, G_P2 * PER_P2)[None, :]
-    flat_exists = (places // PER_P2 < NUM_GROUPS) & (places % PER_P2 < PER_GROUP)
+    if CHOICE.topk_groups < CHOICE.num_groups:
+        choice = _best_groups(choice, exists, CHOICE)
+    flat_choice = tl.reshape(choice, [R, CHOICE.groups_p2 * CHOICE.size_p2])
+    flat_scores = tl.reshape(scores, [R, CHOICE.groups_p2 * CHOICE.size_p2])
+    places = tl.arange(0, CHOICE.groups_p2 * CHOICE.size_p2)[None, :]
+    place_groups, place_members = places // CHOICE.size_p2, places % CHOICE.size_p2
+    flat_exists = (place_groups < CHOICE.num_groups) & (place_members < CHOICE.group_size)
     # Ranks below every number keep the places left, so that ids stay distinct and in range whatever the scores are.
     flat_choice = tl.where(flat_exists, tl.maximum(flat_choice, -3.0e38), float("-inf"))
+    TOP_K: tl.constexpr = CHOICE.top_k
+    K_P2: tl.constexpr = CHOICE.k_p2
     slots = tl.arange(0, K_P2)[None, :]
     ids = tl.zeros([R, K_P2], tl.int32)
     weights = tl.zeros([R, K_P2], tl.float32)
@@ -111,12 +167,12 @@ def _choose(
         place = tl.argmax(flat_choice, 1)[:, None]
         weight = tl.sum(tl.where(places == place, flat_scores, 0.0), 1)[:, None]
         flat_choice = tl.where(places == place, float("-inf"), flat_choice)
-        ids = tl.where(slots == k, place // PER_P2 * PER_GROUP + place % PER_P2, ids)
+        ids = tl.where(slots == k, place // CHOICE.size_p2 * CHOICE.group_size + place % CHOICE.size_p2, ids)
         weights = tl.where(slots == k, weight, weights)
-    if RENORMALIZE:
+    if CHOICE.is_renormalized:
         weights = weights / (tl.sum(weights, 1) + 1e-20)[:, None]
     mask = (rows < num_rows)[:, None] & (slots < TOP_K)
-    if COUNTS:
+    if CHOICE.is_counted:
         is_token = tl.load(slots_ptr + rows, mask=rows < num_rows, other=-1)[:, None] >= 0
         tl.atomic_add(counts_ptr + ids, 1, mask=mask & is_token, sem="relaxed")
         ids = tl.where(is_token, ids, -1)
@@ -128,16 +184,13 @@ def _choose(
 @jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["counts_ptr"])
 def _router_kernel(
     logits_ptr, bias_ptr, ids_ptr, weights_ptr, counts_ptr, slots_ptr, logits_row, ids_row, weights_row, scaling,
-    num_rows, TOP_K: tl.constexpr, K_P2: tl.constexpr, NUM_GROUPS: tl.constexpr, G_P2: tl.constexpr,
-    PER_GROUP: tl.constexpr, PER_P2: tl.constexpr, TOPK_GROUPS: tl.constexpr, SIGMOID: tl.constexpr,
-    TOP2: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, COUNTS: tl.constexpr,
+    num_rows, CHOICE: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows,): one row."""
     rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     _choose(
         logits_ptr, bias_ptr, ids_ptr, weights_ptr, counts_ptr, slots_ptr, logits_row, ids_row, weights_row, scaling,
-        rows, num_rows, TOP_K, K_P2, NUM_GROUPS, G_P2, PER_GROUP, PER_P2, TOPK_GROUPS, SIGMOID, TOP2, HAS_BIAS,
-        RENORMALIZE, COUNTS, 1,
+        rows, num_rows, CHOICE, 1,
     )  # fmt: skip
 
 
@@ -152,10 +205,8 @@ def _row_product(x_ptr, x_row, row, num_rows, columns, w, acc, WIDTH: tl.constex
 def _product_kernel(
     x_ptr, w_ptr, logit_bias_ptr, bias_ptr, logits_ptr, ids_ptr, weights_ptr, counts_ptr, slots_ptr, counters, x_row,
     w_row, logits_row, ids_row, weights_row, scaling, num_rows, NUM_EXPERTS: tl.constexpr, WIDTH: tl.constexpr,
-    BE: tl.constexpr, BK: tl.constexpr, PROGRAMS: tl.constexpr, TOP_K: tl.constexpr, K_P2: tl.constexpr,
-    NUM_GROUPS: tl.constexpr, G_P2: tl.constexpr, PER_GROUP: tl.constexpr, PER_P2: tl.constexpr,
-    TOPK_GROUPS: tl.constexpr, SIGMOID: tl.constexpr, TOP2: tl.constexpr, HAS_BIAS: tl.constexpr,
-    RENORMALIZE: tl.constexpr, HAS_LOGIT_BIAS: tl.constexpr, COUNTS: tl.constexpr, R: tl.constexpr,
+    BE: tl.constexpr, BK: tl.constexpr, PROGRAMS: tl.constexpr, HAS_LOGIT_BIAS: tl.constexpr, CHOICE: tl.constexpr,
+    R: tl.constexpr,
 ):  # fmt: skip
     """Grid (PROGRAMS, groups of R <= 4 rows): logits of BE experts for R rows; the last program of the rows chooses."""
     experts = tl.program_id(0) * BE + tl.arange(0, BE)
@@ -188,28 +239,8 @@ def _product_kernel(
     if arrive_last(counters + tl.program_id(1), PROGRAMS):
         _choose(
             logits_ptr, bias_ptr, ids_ptr, weights_ptr, counts_ptr, slots_ptr, logits_row, ids_row, weights_row,
-            scaling, first + tl.arange(0, R), num_rows, TOP_K, K_P2, NUM_GROUPS, G_P2, PER_GROUP, PER_P2, TOPK_GROUPS,
-            SIGMOID, TOP2, HAS_BIAS, RENORMALIZE, COUNTS, R,
+            scaling, first + tl.arange(0, R), num_rows, CHOICE, R,
         )  # fmt: skip
-
-
-def _constants(spec: RouterSpec, num_experts: int, bias: Tensor | None) -> dict[str, Any]:
-    """Of the kernels. Raises ValueError for a spec that does not fit so many experts."""
-    if num_experts % spec.num_groups:
-        raise ValueError(f"{num_experts} experts do not make {spec.num_groups} groups")
-    per_group = num_experts // spec.num_groups
-    if spec.top_k > spec.topk_groups * per_group:
-        raise ValueError(f"top_k {spec.top_k} exceeds the {spec.topk_groups * per_group} experts to choose from")
-    if spec.group_score == "top2" and per_group < 2 and spec.topk_groups < spec.num_groups:
-        raise ValueError("group_score 'top2' needs groups of two experts or more")
-    if bias is not None:
-        check_float("bias", bias, (num_experts,))
-    return {
-        "TOP_K": spec.top_k, "K_P2": power_of_two(spec.top_k), "NUM_GROUPS": spec.num_groups,
-        "G_P2": power_of_two(spec.num_groups), "PER_GROUP": per_group, "PER_P2": power_of_two(per_group),
-        "TOPK_GROUPS": spec.topk_groups, "SIGMOID": spec.scoring == "sigmoid", "TOP2": spec.group_score == "top2",
-        "HAS_BIAS": bias is not None, "RENORMALIZE": spec.renormalize,
-    }  # fmt: skip
 
 
 def _results(
@@ -250,14 +281,13 @@ def topk_router(
     """
     check_float("logits", logits, (None, None))
     num_rows, num_experts = logits.shape
-    constants = _constants(spec, num_experts, bias)
+    choice = _Choice.of(spec, num_experts, bias, chosen)
     ids, weights = _results((num_rows, spec.top_k), ids, weights, logits.device, torch.int64)
     if num_rows:
         counts, slots = _seen(chosen, num_rows, num_experts)
         _router_kernel[(num_rows,)](
             logits, bias, ids, weights, counts, slots, logits.stride(0), ids.stride(0), weights.stride(0),
-            float(spec.scaling), num_rows, COUNTS=counts is not None, num_warps=1 if num_experts <= 512 else 4,
-            **constants,
+            float(spec.scaling), num_rows, CHOICE=choice, num_warps=1 if num_experts <= 512 else 4,
         )  # fmt: skip
     return ids, weights
 
@@ -288,7 +318,7 @@ def route_rows(
     check_float("weight", weight, (None, width))
     if logit_bias is not None:
         check_float("logit_bias", logit_bias, (num_experts,))
-    constants = _constants(spec, num_experts, bias)
+    choice = _Choice.of(spec, num_experts, bias, chosen)
     if num_rows > MAX_ROUTED_ROWS or counters.dtype != torch.int32 or counters.numel() < MAX_ROUTED_ROWS:
         raise ValueError(f"{num_rows} rows and {counters.numel()} counters, at most and at least {MAX_ROUTED_ROWS}")
     logits = torch.empty(num_rows, num_experts, dtype=torch.float32, device=x.device)
@@ -303,7 +333,7 @@ def route_rows(
     _product_kernel[(programs, -(-num_rows // at_once))](
         x, weight, logit_bias, bias, logits, ids, weights, counts, slots, counters, x.stride(0), weight.stride(0),
         logits.stride(0), ids.stride(0), weights.stride(0), float(spec.scaling), num_rows, NUM_EXPERTS=num_experts,
-        WIDTH=width, COUNTS=counts is not None, BE=experts, BK=min(1024, max(16, power_of_two(width))),
-        PROGRAMS=programs, HAS_LOGIT_BIAS=logit_bias is not None, R=at_once, num_warps=4, **constants,
+        WIDTH=width, BE=experts, BK=min(1024, max(16, power_of_two(width))), PROGRAMS=programs,
+        HAS_LOGIT_BIAS=logit_bias is not None, CHOICE=choice, R=at_once, num_warps=4,
     )  # fmt: skip
     return logits, ids, weights

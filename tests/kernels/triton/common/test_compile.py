@@ -17,6 +17,7 @@ if runtime.triton is None:
 
 PRODUCTS = ("_gemv_kernel", "_tile_kernel", "_gate_up_gemv", "_down_gemv", "_gate_up_tile", "_down_tile")
 RECURRENT = ("conv_kernel", "rows_kernel", "prepare_kernel", "chunks_kernel", "gates_kernel", "selective_kernel")
+ROUTERS = ("_product_kernel", "_router_kernel", "'SOFTMAX'", "'SIGMOID'")
 HOT = ("_split_kernel", "_sum_onto_kernel")
 GATED = ("_rope_kernel", "_gate_heads_kernel")
 CHOICES = ("_score_kernel", "_pool_kernel", "_greatest_kernel", "_best_kernel", "_candidates_kernel")
@@ -40,11 +41,12 @@ def run_script(name: str, *arguments: str, cache: Path) -> subprocess.CompletedP
     [
         pytest.param(
             ["--sm", "90", "--few"],
-            (*PRODUCTS, *HOT, *ATTENTION, *RECURRENT, *GATED, *CHOICES),
+            (*PRODUCTS, *HOT, *ATTENTION, *RECURRENT, *GATED, *CHOICES, *ROUTERS),
             id="sm90",
         ),
         pytest.param(["--sm", "90"], (*PRODUCTS, *ATTENTION), id="sm90-more", marks=pytest.mark.exhaustive),
         pytest.param(["--sm", "89", "--attention"], ATTENTION, id="sm89", marks=pytest.mark.exhaustive),
+        pytest.param(["--sm", "90", "--routers"], ROUTERS, id="sm90-routers", marks=pytest.mark.exhaustive),
         pytest.param(["--sm", "90", "--recurrent"], RECURRENT, id="sm90-recurrent", marks=pytest.mark.exhaustive),
         pytest.param(["--sm", "89", "--recurrent"], RECURRENT, id="sm89-recurrent", marks=pytest.mark.exhaustive),
     ],

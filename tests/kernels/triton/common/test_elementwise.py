@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn import functional
@@ -82,6 +84,14 @@ def test_activations(kind, device):
         close(activate(spec, None, up), oracle(kind, wide_up))
     # The tanh form loses relative precision where 1 + tanh is near 0: 2^-24 times |x * up| absolute.
     close(activate(spec, gate, up), want, absolute=2e-5)
+
+
+def test_an_activation_without_a_formula_is_an_error(device):
+    """As one would be that the kernels forget."""
+    kind = SimpleNamespace(name="OTHER", is_clamped=False)
+    x = normal(2, 96, device=device)
+    with pytest.raises(Exception, match="no formula for this activation"):
+        activate(SimpleNamespace(kind=kind, alpha=1.0, limit=1.0), x, x)
 
 
 def test_silu_mul_in_half_precision_and_in_place(device):

@@ -5,13 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ktransformers.kernels.triton.experts.router import MAX_ROUTED_ROWS, Chosen, RouterSpec, route_rows, topk_router
+from ktransformers.kernels.cpu.router import RouterSpec, Scoring
+from ktransformers.kernels.triton.experts import router
+from ktransformers.kernels.triton.experts.router import MAX_ROUTED_ROWS, Chosen, route_rows, topk_router
+
+SCORES = {Scoring.SOFTMAX: lambda logits: torch.softmax(logits, -1), Scoring.SIGMOID: torch.sigmoid}
 
 
 def oracle(logits, spec, bias=None):
     """Stable sorts, so that the lower index wins between equals."""
     wide = logits.double()
-    scores = torch.softmax(wide, -1) if spec.scoring == "softmax" else torch.sigmoid(wide)
+    scores = SCORES[spec.scoring](wide)
     choice = scores if bias is None else scores + bias.double()
     if spec.topk_groups < spec.num_groups:
         groups = choice.view(len(logits), spec.num_groups, -1)
@@ -34,11 +38,17 @@ SPECS = {
         160,
         RouterSpec(6, num_groups=8, topk_groups=3, group_score="max", renormalize=False, scaling=16.0),
     ),
-    "deepseek_v3": (256, RouterSpec(8, "sigmoid", num_groups=8, topk_groups=4, scaling=2.5)),
-    "glm4": (96, RouterSpec(8, "sigmoid", scaling=1.5)),
+    "deepseek_v3": (256, RouterSpec(8, Scoring.SIGMOID, num_groups=8, topk_groups=4, scaling=2.5)),
+    "glm4": (96, RouterSpec(8, Scoring.SIGMOID, scaling=1.5)),
     "one": (7, RouterSpec(1)),
     "all": (5, RouterSpec(5)),
+    "ernie": (64, RouterSpec(6)),
 }
+BIASED = ("deepseek_v3", "glm4", "ernie")  # have a bias that moves the choice
+
+
+def choice_bias(name, num_experts, generator):
+    return 0.1 * torch.randn(num_experts, generator=generator) if name in BIASED else None
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -46,7 +56,7 @@ def test_families(name, device):
     num_experts, spec = SPECS[name]
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(9, num_experts, generator=generator)
-    bias = 0.1 * torch.randn(num_experts, generator=generator) if spec.scoring == "sigmoid" else None
+    bias = choice_bias(name, num_experts, generator)
     ids, weights = topk_router(logits.to(device), spec, None if bias is None else bias.to(device))
     want_ids, want_weights = oracle(logits, spec, bias)
     assert torch.equal(ids.cpu(), want_ids)
@@ -60,7 +70,7 @@ def test_ties_go_to_the_lower_index(device):
     ids, weights = topk_router(logits.to(device), RouterSpec(3))
     assert ids.tolist() == [[0, 1, 2], [5, 6, 7], [1, 3, 5]]
     torch.testing.assert_close(weights.cpu(), torch.full((3, 3), 1 / 3))
-    grouped = RouterSpec(3, "sigmoid", num_groups=4, topk_groups=2)
+    grouped = RouterSpec(3, Scoring.SIGMOID, num_groups=4, topk_groups=2)
     assert topk_router(logits.to(device), grouped)[0].tolist() == [[0, 1, 2], [5, 6, 7], [3, 5, 9]]
 
 
@@ -77,7 +87,7 @@ def test_half_precision_given_memory_and_strides(device):
     assert topk_router(logits[:0].to(device), RouterSpec(4))[0].shape == (0, 4)
 
 
-@pytest.mark.parametrize("spec", [RouterSpec(4), RouterSpec(4, "sigmoid", num_groups=4, topk_groups=2)], ids=str)
+@pytest.mark.parametrize("spec", [RouterSpec(4), RouterSpec(4, Scoring.SIGMOID, num_groups=4, topk_groups=2)], ids=str)
 def test_ids_stay_distinct_and_in_range_whatever_the_logits_are(spec, device):
     logits = torch.zeros(3, 16)
     logits[0, 3], logits[1], logits[2, :14] = float("nan"), float("-inf"), float("-inf")
@@ -85,6 +95,14 @@ def test_ids_stay_distinct_and_in_range_whatever_the_logits_are(spec, device):
     for row in ids.tolist():
         assert len(set(row)) == 4
         assert set(row) <= set(range(16))
+
+
+def test_a_scoring_without_a_formula_is_an_error(device, monkeypatch):
+    """As one would be that the kernels forget."""
+    logits, choice_of = torch.zeros(2, 8, device=device), router._Choice.of
+    monkeypatch.setattr(router._Choice, "of", lambda *args: choice_of(*args)._replace(scoring="OTHER"))
+    with pytest.raises(Exception, match="no formula for this scoring"):
+        topk_router(logits, RouterSpec(2))
 
 
 def test_bad_arguments_are_named(device):
@@ -110,7 +128,7 @@ def test_product_and_choice_in_one_launch(name, num_rows, device):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(num_rows, 1100, generator=generator).half()
     weight = torch.randn(num_experts, 1100, generator=generator) / 1100**0.5
-    bias = 0.1 * torch.randn(num_experts, generator=generator) if spec.scoring == "sigmoid" else None
+    bias = choice_bias(name, num_experts, generator)
     counters = torch.zeros(MAX_ROUTED_ROWS, dtype=torch.int32, device=device)
     on_device = None if bias is None else bias.to(device)
     shift = torch.randn(num_experts, generator=generator) if name in ("qwen3", "one") else torch.zeros(num_experts)
