@@ -27,7 +27,7 @@ help:
 	@echo "make sanitize  the tests of the kernels with AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make bench   measure the native kernels on this machine"
 	@echo "make families  write the list of families in docs/models.md from ktransformers/models/families.py"
-	@echo "make flags   write the tables of flags in docs/server.md and docs/chat.md from the command line"
+	@echo "make flags   write the tables of flags in docs/server.md and docs/chat.md, and README.md's list of block types"
 	@echo "make readme  write the figures in README.md and docs/benchmarks.md from benchmarks/results"
 	@echo "make web     build the chat page of the server (needs node 20 and npm)"
 

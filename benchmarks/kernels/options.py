@@ -16,6 +16,7 @@ from ktransformers.cli.bench.options import (
 )
 from ktransformers.config import CPU_PREFILLS
 from ktransformers.errors import CapacityError, ConfigError
+from ktransformers.kernels.formats import FORMATS as TABLE
 from ktransformers.system.cores import usable_cores
 from ktransformers.system.file_kinds import size_of
 
@@ -24,9 +25,8 @@ __all__ = ["MEASURED", "add_work_flags", "kernel_work"]
 PEERS = ("kt-kernel", "llama.cpp")
 FORMATS = ("amx_int4", "amx_int8", "amx_bf16")
 TYPES = (
-    *("q4_k_m", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "iq4_xs"),
-    "iq4_k",
-    *("iq3_s", "iq3_xxs", "iq2_s", "iq2_xs", "iq2_xxs", "iq1_m", "iq1_s", "tq1_0", "tq2_0", "q1_0", "mxfp4", "nvfp4"),
+    "q4_k_m",
+    *(record.name.lower() for record in TABLE.values() if record.is_packed),
     *("fp8", "bf16", "i4_32_bf16", "i4_128_f16_z", "i8_128_bf16", "f8_128_bf16", "mxfp8", "nvfp4_f32"),
 )
 MEASURED = {

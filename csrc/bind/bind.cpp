@@ -349,14 +349,18 @@ NB_MODULE(_native, m) {
     return names;
   });
   m.def("has_bf16", [](const std::string& isa) { return kt::tier_by_name(isa).bf16_tiles != nullptr; }, nb::arg("isa"));
-  // The table of runtime/formats.h: number, name, elements and bytes of a block, kernels, and of a packed tile columns
-  // and bytes of a part of its head and bytes of a block.
+  // The table of runtime/formats.h: number, name, elements and bytes of a block, form of activations, kernels, of a
+  // packed tile columns and bytes of a part of its head and bytes of a block, and where a block has fp16 numbers.
   m.def("formats", [] {
     nb::list formats;
-    for (const kt::FormatInfo& info : kt::kFormats)
+    for (const kt::FormatInfo& info : kt::kFormats) {
+      nb::list halves;
+      for (const int at : {info.halves.first, info.halves.second})
+        if (at >= 0) halves.append(at);
       formats.append(nb::make_tuple(static_cast<int>(info.type), info.name, info.block, info.bytes,
-                                    static_cast<int>(info.kernels), info.head_cols, info.head_bytes,
-                                    info.packed_bytes));
+                                    static_cast<int>(info.form), static_cast<int>(info.kernels), info.head_cols,
+                                    info.head_bytes, info.packed_bytes, nb::tuple(halves)));
+    }
     return formats;
   });
   // name -> (type number, elements in a block, bytes in a block) of weights in groups, which ggml does not have

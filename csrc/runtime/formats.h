@@ -1,7 +1,7 @@
 // The table of weight types: one record for each says how large its blocks are, in a file and re-laid, and which
 // kernels compute with it. Everything else is derived from it: sizes in ops/, dispatch in kernels/, sets and sizes in
-// Python (bind.cpp exports it). A new type is a record here, a Kernel (kernels/formats/kernel.inl) beside its
-// arithmetic in kernels/packed, and a Dequantizer beside its layout in kernels/formats. Weights in groups: grouped.h.
+// Python (bind.cpp exports it). A new type is a record here, and a Kernel and a Dequantizer
+// (kernels/formats/kernel.inl) beside its layout or its arithmetic. Weights in groups: grouped.h.
 // No code lives here: see types.h.
 #pragma once
 #include <cstdint>
@@ -55,11 +55,15 @@ constexpr int kFp8Block = 128;  // rows and columns of FP8 weights that share a 
 // Which files of kernels/ compute with a type.
 enum class Kernels : int32_t {
   Plain = 0,   // formats/gemm.inl: numbers, in rows. BF16 is re-laid for products of bf16 alone
-  Packed = 1,  // packed/packed.inl: K-quants, IQ4_XS, IQ4_K, Q8_0 and Q4_0
+  Packed = 1,  // packed/packed.inl, signed.inl: K-quants, Q8_0, Q4_0; IQ4_XS and ik_llama.cpp's
   Low = 2,     // packed/small.inl, k2k3.inl, ternary.inl: the types of formats/low.inl, and MXFP4
   Grid = 3,    // packed/grid.inl: codes that are looked up in a grid
   Fp8 = 4,     // packed/fp8.inl
 };
+
+// Where the fp16 numbers of a block are, bytes from its start; -1: there is none. None of MXFP4 and NVFP4, whose scales
+// are bytes, nor of IQ1_M, whose half lies in four places.
+struct HalvesAt { int first = -1, second = -1; };
 
 struct FormatInfo {
   QType type;
@@ -71,6 +75,7 @@ struct FormatInfo {
   // A tile of 16 rows, re-laid: a head of `head_bytes` for every `head_cols` columns, padded to 64 bytes, then
   // `packed_bytes` for every block. 0: the type has no re-laid form.
   int head_cols = 0, head_bytes = 0, packed_bytes = 0;
+  HalvesAt halves = {};
 };
 
 // Halves d of 16 rows; d and m; bytes.
@@ -80,31 +85,31 @@ constexpr FormatInfo kFormats[] = {
     {QType::F32, "F32", 1, 4, ActForm::Float},
     {QType::F16, "F16", 1, 2, ActForm::Float},
     {QType::BF16, "BF16", 1, 2, ActForm::Float, Kernels::Plain, 1, 0, 32},
-    {QType::Q4_0, "Q4_0", 32, 18, ActForm::Q32, Kernels::Packed, 32, kHalves, 256},
-    {QType::Q4_1, "Q4_1", 32, 20, ActForm::Q32, Kernels::Low, 32, kPairsOfHalves, 256},
-    {QType::Q5_0, "Q5_0", 32, 22, ActForm::Q32, Kernels::Low, 32, kHalves, 320},
-    {QType::Q5_1, "Q5_1", 32, 24, ActForm::Q32, Kernels::Low, 32, kPairsOfHalves, 320},
-    {QType::Q8_0, "Q8_0", 32, 34, ActForm::Q32, Kernels::Packed, 32, kHalves, 512},
-    {QType::Q2_K, "Q2_K", 256, 84, ActForm::Q256, Kernels::Low, 256, 0, 1344},
-    {QType::Q3_K, "Q3_K", 256, 110, ActForm::Q256, Kernels::Low, 256, kHalves, 1792},
-    {QType::Q4_K, "Q4_K", 256, 144, ActForm::Q256, Kernels::Packed, 256, 0, 2368},
-    {QType::Q5_K, "Q5_K", 256, 176, ActForm::Q256, Kernels::Packed, 256, 0, 2880},
-    {QType::Q6_K, "Q6_K", 256, 210, ActForm::Q256, Kernels::Packed, 256, kHalves, 3328},
-    {QType::IQ4_NL, "IQ4_NL", 32, 18, ActForm::Q32, Kernels::Low, 32, kHalves, 256},
-    {QType::IQ4_XS, "IQ4_XS", 256, 136, ActForm::Q256, Kernels::Packed, 256, kHalves, 2176},
-    {QType::IQ4_K, "IQ4_K", 256, 144, ActForm::Q256, Kernels::Packed, 256, kHalves, 2304},
-    {QType::IQ2_XXS, "IQ2_XXS", 256, 66, ActForm::Q256, Kernels::Grid, 256, kHalves, 1024},
-    {QType::IQ2_XS, "IQ2_XS", 256, 74, ActForm::Q256, Kernels::Grid, 256, kHalves, 1152},
-    {QType::IQ2_S, "IQ2_S", 256, 82, ActForm::Q256, Kernels::Grid, 256, kHalves, 1280},
-    {QType::IQ3_XXS, "IQ3_XXS", 256, 98, ActForm::Q256, Kernels::Grid, 256, kHalves, 1536},
-    {QType::IQ3_S, "IQ3_S", 256, 110, ActForm::Q256, Kernels::Grid, 256, kHalves, 1728},
-    {QType::IQ1_S, "IQ1_S", 256, 50, ActForm::Q256, Kernels::Grid, 256, kHalves, 768},
+    {QType::Q4_0, "Q4_0", 32, 18, ActForm::Q32, Kernels::Packed, 32, kHalves, 256, {0}},
+    {QType::Q4_1, "Q4_1", 32, 20, ActForm::Q32, Kernels::Low, 32, kPairsOfHalves, 256, {0, 2}},
+    {QType::Q5_0, "Q5_0", 32, 22, ActForm::Q32, Kernels::Low, 32, kHalves, 320, {0}},
+    {QType::Q5_1, "Q5_1", 32, 24, ActForm::Q32, Kernels::Low, 32, kPairsOfHalves, 320, {0, 2}},
+    {QType::Q8_0, "Q8_0", 32, 34, ActForm::Q32, Kernels::Packed, 32, kHalves, 512, {0}},
+    {QType::Q2_K, "Q2_K", 256, 84, ActForm::Q256, Kernels::Low, 256, 0, 1344, {80, 82}},
+    {QType::Q3_K, "Q3_K", 256, 110, ActForm::Q256, Kernels::Low, 256, kHalves, 1792, {108}},
+    {QType::Q4_K, "Q4_K", 256, 144, ActForm::Q256, Kernels::Packed, 256, 0, 2368, {0, 2}},
+    {QType::Q5_K, "Q5_K", 256, 176, ActForm::Q256, Kernels::Packed, 256, 0, 2880, {0, 2}},
+    {QType::Q6_K, "Q6_K", 256, 210, ActForm::Q256, Kernels::Packed, 256, kHalves, 3328, {208}},
+    {QType::IQ4_NL, "IQ4_NL", 32, 18, ActForm::Q32, Kernels::Low, 32, kHalves, 256, {0}},
+    {QType::IQ4_XS, "IQ4_XS", 256, 136, ActForm::Q256, Kernels::Packed, 256, kHalves, 2176, {0}},
+    {QType::IQ4_K, "IQ4_K", 256, 144, ActForm::Q256, Kernels::Packed, 256, kHalves, 2304, {0}},
+    {QType::IQ2_XXS, "IQ2_XXS", 256, 66, ActForm::Q256, Kernels::Grid, 256, kHalves, 1024, {0}},
+    {QType::IQ2_XS, "IQ2_XS", 256, 74, ActForm::Q256, Kernels::Grid, 256, kHalves, 1152, {0}},
+    {QType::IQ2_S, "IQ2_S", 256, 82, ActForm::Q256, Kernels::Grid, 256, kHalves, 1280, {0}},
+    {QType::IQ3_XXS, "IQ3_XXS", 256, 98, ActForm::Q256, Kernels::Grid, 256, kHalves, 1536, {0}},
+    {QType::IQ3_S, "IQ3_S", 256, 110, ActForm::Q256, Kernels::Grid, 256, kHalves, 1728, {0}},
+    {QType::IQ1_S, "IQ1_S", 256, 50, ActForm::Q256, Kernels::Grid, 256, kHalves, 768, {0}},
     {QType::IQ1_M, "IQ1_M", 256, 56, ActForm::Q256, Kernels::Grid, 256, kHalves, 896},
-    {QType::TQ1_0, "TQ1_0", 256, 54, ActForm::Q256, Kernels::Low, 256, kHalves, 832},
-    {QType::TQ2_0, "TQ2_0", 256, 66, ActForm::Q256, Kernels::Low, 256, kHalves, 1024},
+    {QType::TQ1_0, "TQ1_0", 256, 54, ActForm::Q256, Kernels::Low, 256, kHalves, 832, {52}},
+    {QType::TQ2_0, "TQ2_0", 256, 66, ActForm::Q256, Kernels::Low, 256, kHalves, 1024, {64}},
     {QType::MXFP4, "MXFP4", 32, 17, ActForm::Q32, Kernels::Low, 32, kBytes, 256},
     {QType::NVFP4, "NVFP4", 64, 36, ActForm::Q32, Kernels::Low, 32, kHalves, 512},
-    {QType::Q1_0, "Q1_0", 128, 18, ActForm::Q32, Kernels::Low, 128, kHalves, 256},
+    {QType::Q1_0, "Q1_0", 128, 18, ActForm::Q32, Kernels::Low, 128, kHalves, 256, {0}},
     {QType::F8_E4M3, "F8_E4M3", 4, 4, ActForm::Float, Kernels::Fp8, kFp8Block, 4, 64},
 };
 constexpr int kNumFormats = static_cast<int>(sizeof kFormats / sizeof *kFormats);

@@ -11,7 +11,15 @@ from enum import IntEnum
 
 from ktransformers.kernels.extension import extension
 
-__all__ = ["FORMATS", "Format", "Kernels"]
+__all__ = ["FORMATS", "ActForm", "Format", "Kernels"]
+
+
+class ActForm(IntEnum):
+    """What a weight type wants its activations to be: FLOAT, or int8 with a scale per 32 (Q32) or 256 (Q256) values."""
+
+    FLOAT = 0
+    Q32 = 1
+    Q256 = 2
 
 
 class Kernels(IntEnum):
@@ -28,19 +36,22 @@ class Kernels(IntEnum):
 class Format:
     """Record of one weight type.
 
-    number: ggml's, or one outside of its range. block, nbytes: elements and bytes of a block in rows. A packed tile of
-    16 rows is `head_bytes` for every `head_cols` columns, padded to 64 bytes, then `packed_bytes` for every block; 0:
-    the type is not packed.
+    number: ggml's, or one outside of its range. block, nbytes: elements and bytes of a block in rows. form: what
+    `cpu.linear` does to activations. A packed tile of 16 rows is `head_bytes` for every `head_cols` columns, padded to
+    64 bytes, then `packed_bytes` for every block; 0: the type is not packed. halves: bytes from a block's start at
+    which it has fp16 numbers.
     """
 
     number: int
     name: str
     block: int
     nbytes: int
+    form: ActForm
     kernels: Kernels
     head_cols: int
     head_bytes: int
     packed_bytes: int
+    halves: tuple[int, ...]
 
     @property
     def is_packed(self) -> bool:
@@ -48,8 +59,13 @@ class Format:
         return self.kernels in (Kernels.PACKED, Kernels.LOW, Kernels.GRID)
 
 
+def _formats() -> dict[int, Format]:
+    records = {}
+    for number, name, block, nbytes, form, kernels, head_cols, head_bytes, packed_bytes, halves in extension.formats():
+        tile = (head_cols, head_bytes, packed_bytes)
+        records[number] = Format(number, name, block, nbytes, ActForm(form), Kernels(kernels), *tile, halves)
+    return records
+
+
 #: Records by number.
-FORMATS: dict[int, Format] = {
-    number: Format(number, name, block, nbytes, Kernels(kernels), *packed)
-    for number, name, block, nbytes, kernels, *packed in extension.formats()
-}
+FORMATS: dict[int, Format] = _formats()

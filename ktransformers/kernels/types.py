@@ -20,6 +20,7 @@ from ktransformers.kernels.extension import extension
 from ktransformers.kernels.formats import FORMATS
 
 __all__ = [
+    "FORK_TYPES",
     "FP8_BLOCK",
     "Activation",
     "ActivationSpec",
@@ -61,6 +62,9 @@ else:
         module=__name__,
     )
     QuantType.__doc__ = "Block types that GGUF files have numbers for."
+
+FORK_TYPES = frozenset(QuantType(number) for number in FORMATS if number not in {*GGML_QUANT_SIZES, *OwnType})
+"""Types of llama.cpp's forks (ik_llama.cpp), which the `gguf` package neither names nor decodes."""
 
 
 _GROUP_TYPES: dict[str, tuple[int, int, int]] = extension.group_types()

@@ -27,6 +27,7 @@ from ktransformers.bench.servers.weights import Weights, weights_of
 from ktransformers.config import DEMO_MODEL_PATH
 from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import base
+from ktransformers.kernels.types import QuantType
 from ktransformers.weights.gguf.file import open_gguf
 
 TINY = ["--threads", "1", "--experts", "4", "--top_k", "2", "--hidden", "256", "--width", "256", "--layers", "1"]
@@ -201,7 +202,7 @@ def test_installed_peers_are_not_missing(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize("kind", [2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 23, 30, 34, 35, 39, 40])
 def test_random_blocks_are_finite_weights(kind: int) -> None:
     """The gguf package tells block sizes and what the blocks mean."""
-    qtype = gguf.GGMLQuantizationType(kind)
+    qtype = QuantType(kind)
     block, nbytes = gguf.GGML_QUANT_SIZES[qtype]
     data = llama.random_blocks(kind, 4 * 512, block, nbytes, np.random.default_rng(0))
     values = gguf.dequantize(data.reshape(4, -1), qtype)
@@ -249,7 +250,7 @@ def experts_in_fp32(
 ) -> npt.NDArray[np.float32]:
     """Token by token: the sum of weight * down(silu(gate) * up)."""
     gate, up, down = (
-        gguf.dequantize(data.reshape(8, size, -1), gguf.GGMLQuantizationType(kind))
+        gguf.dequantize(data.reshape(8, size, -1), QuantType(kind))
         for (kind, data), size in zip(blocks, (256, 256, 512), strict=True)
     )
     out = np.zeros_like(rows)

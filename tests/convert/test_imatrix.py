@@ -22,6 +22,7 @@ from ktransformers.engine.model.opened import open_model
 from ktransformers.engine.verify.reference_module import StoredWeights, build_reference_model
 from ktransformers.errors import ConfigError, FormatError
 from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.kernels.types import QuantType
 from ktransformers.optimize.tied import TiedSource
 from tests.support.gguf.converting import contents, quantized, tensors
 from tests.support.gguf.writer import write_gguf
@@ -186,7 +187,7 @@ def test_from_text_to_better_rounding(tmp_path: Path, capsys: pytest.CaptureFixt
     imatrix = read_imatrix(out)
     assert imatrix.tensors["blk.0.attn_q.weight"].counts.tolist() == [3 * 64]
     name = "blk.1.ffn_up_exps.weight"
-    rules = [TypeRule(re.compile(re.escape(name)), gguf.GGMLQuantizationType.Q3_K, 1)]
+    rules = [TypeRule(re.compile(re.escape(name)), QuantType.Q3_K, 1)]
     for file, given, some in (("exact", None, []), ("plain", None, rules), ("weighted", imatrix, rules)):
         quantized(DEMO_CHECKPOINT, tmp_path / f"{file}.gguf", imatrix=given, rules=some)
     exact, plain, weighted = (tensors(tmp_path / f"{file}.gguf") for file in ("exact", "plain", "weighted"))

@@ -12,38 +12,11 @@ import pytest
 import torch
 
 from ktransformers.kernels.cpu import WorkerPool, available_isas
+from ktransformers.kernels.formats import FORMATS
 from ktransformers.kernels.types import QuantType, RawTensor, row_bytes, type_size
 
 MakeWeight = Callable[..., RawTensor]
 
-# Where the half-precision scales of a block are.
-SCALES = {
-    QuantType.Q8_0: (0,),
-    QuantType.Q4_0: (0,),
-    QuantType.Q4_1: (0, 2),
-    QuantType.Q5_0: (0,),
-    QuantType.Q5_1: (0, 2),
-    QuantType.Q2_K: (80, 82),
-    QuantType.Q3_K: (108,),
-    QuantType.Q4_K: (0, 2),
-    QuantType.Q5_K: (0, 2),
-    QuantType.Q6_K: (208,),
-    QuantType.IQ4_NL: (0,),
-    QuantType.IQ4_XS: (0,),
-    QuantType.IQ4_K: (0,),
-    QuantType.TQ1_0: (52,),
-    QuantType.TQ2_0: (64,),
-    QuantType.Q1_0: (0,),
-    QuantType.MXFP4: (),
-    QuantType.IQ2_XXS: (0,),
-    QuantType.IQ2_XS: (0,),
-    QuantType.IQ2_S: (0,),
-    QuantType.IQ3_XXS: (0,),
-    QuantType.IQ3_S: (0,),
-    QuantType.IQ1_S: (0,),
-    QuantType.IQ1_M: (),
-    QuantType.NVFP4: (),  # four exponents with fractions, all of which are sane
-}
 DTYPES = {QuantType.F32: torch.float32, QuantType.F16: torch.float16, QuantType.BF16: torch.bfloat16}
 
 
@@ -68,7 +41,7 @@ def random_weight(qtype: QuantType, *shape: int, seed: int = 0) -> RawTensor:
         blocks[:, 0] = rng.integers(115, 125, len(blocks))  # exponents: scales from 2^-13 to 2^-4
     if qtype is QuantType.IQ1_M:
         scatter_scale(blocks, rng.uniform(1e-3, 1e-2, len(blocks)) * rng.choice([-1, 1], len(blocks)))
-    for at in SCALES[qtype]:
+    for at in FORMATS[qtype].halves:
         scale = rng.uniform(1e-3, 1e-2, len(blocks)) * rng.choice([-1, 1], len(blocks))
         blocks[:, at : at + 2] = scale.astype(np.float16).view(np.uint8).reshape(-1, 2)
     return RawTensor(torch.from_numpy(blocks.reshape(-1)), qtype, shape)

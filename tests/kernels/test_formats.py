@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES
 
@@ -13,7 +15,8 @@ from ktransformers.kernels.extension import extension
 from ktransformers.kernels.formats import FORMATS, Kernels
 from ktransformers.kernels.triton.quant import cpu_packed_bytes
 from ktransformers.kernels.triton.quant.repack import CPU_PACKED_TYPES, GPU_TYPES
-from ktransformers.kernels.types import GroupType, OwnType, QuantType, WeightType
+from ktransformers.kernels.types import FORK_TYPES, GroupType, OwnType, QuantType, WeightType, block_size, type_size
+from tests.support.checks.decoding import SUB_BLOCKS, decoded
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
@@ -25,8 +28,31 @@ def test_records_agree_with_gguf() -> None:
             assert (record.block, record.nbytes) == GGML_QUANT_SIZES[QuantType(number)]
             assert record.name == QuantType(number).name
     assert FORMATS[OwnType.F8_E4M3].kernels is Kernels.FP8
-    assert {record.name for number, record in FORMATS.items() if number not in known} == {"F8_E4M3", "IQ4_K"}
-    assert len(FORMATS) == 29
+    assert {QuantType(number) for number in FORMATS if number not in {*known, *OwnType}} == FORK_TYPES
+
+
+@pytest.mark.parametrize("qtype", sorted(FORK_TYPES), ids=lambda qtype: qtype.name)
+def test_records_of_forks_types_agree_with_their_layouts(qtype: QuantType) -> None:
+    """The oracle takes a block apart to its last byte."""
+    d, scales, values = SUB_BLOCKS[qtype](np.zeros(type_size(qtype), dtype=np.uint8))
+    assert (d, len(scales), sum(map(len, values))) == (0, len(values), block_size(qtype))
+    for other in (type_size(qtype) - 1, type_size(qtype) + 1):
+        with pytest.raises(struct.error):
+            SUB_BLOCKS[qtype](np.zeros(other, dtype=np.uint8))
+
+
+@pytest.mark.parametrize("qtype", sorted(cpu.PACKED_TYPES), ids=lambda qtype: qtype.name)
+def test_numbers_of_a_block_are_where_the_table_says(qtype: QuantType) -> None:
+    """Halved there and nowhere else, weights are halved."""
+    block = np.random.default_rng(int(qtype)).integers(0, 256, type_size(qtype), dtype=np.uint8)
+    halves = FORMATS[qtype].halves
+    assert bool(halves) == (qtype not in (QuantType.MXFP4, QuantType.NVFP4, QuantType.IQ1_M))
+    for at in halves:
+        block[at : at + 2] = np.array([0.75], dtype=np.float16).view(np.uint8)
+    whole = decoded(block[None], qtype)
+    for at in halves:
+        block[at : at + 2] = np.array([0.375], dtype=np.float16).view(np.uint8)
+    assert (decoded(block[None], qtype) == (whole / 2 if halves else whole)).all()
 
 
 @pytest.mark.parametrize(

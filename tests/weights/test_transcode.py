@@ -6,18 +6,17 @@ import gguf.quants
 import numpy as np
 import pytest
 import torch
-from gguf import GGML_QUANT_SIZES
 
 from ktransformers.errors import UnsupportedError
-from ktransformers.kernels.cpu import NATIVE_TYPES
+from ktransformers.kernels.cpu import NATIVE_TYPES, PACKED_TYPES
+from ktransformers.kernels.formats import FORMATS
 from ktransformers.kernels.types import QuantType as T
-from ktransformers.kernels.types import RawTensor
+from ktransformers.kernels.types import RawTensor, block_size, type_size
 from ktransformers.weights.quantize.transcode import dequantize, resident_type, transcode
+from tests.support.checks import decoding
 
-DECODABLE = [*(T(kind) for kind in sorted(gguf.quants._type_traits)), T.Q1_0]
+DECODABLE = sorted({*map(T, gguf.quants._type_traits)} | PACKED_TYPES)
 FLOATS = (T.F32, T.F16, T.BF16)
-SCALE_AT = {T.TQ1_0: (52,), T.TQ2_0: (64,), T.Q2_K: (80, 82), T.Q3_K: (108,), T.Q6_K: (208,)}
-"""Where the fp16 numbers of a block are, unless at its start."""
 BECOMES = {
     **dict.fromkeys((T.Q5_0, T.IQ4_NL), T.Q8_0),
     T.Q3_K: T.Q6_K,
@@ -31,7 +30,7 @@ BECOMES = {
 def random_blocks(qtype: T, rows: int = 5, blocks: int = 3) -> RawTensor:
     """Random bytes with finite fp16 scales."""
     rng = np.random.default_rng(qtype.value)
-    block, nbytes = GGML_QUANT_SIZES[qtype]
+    block, nbytes = block_size(qtype), type_size(qtype)
     if qtype in FLOATS:
         values = torch.from_numpy(rng.standard_normal((rows, 96)).astype(np.float32))
         return RawTensor.from_tensor(
@@ -40,22 +39,16 @@ def random_blocks(qtype: T, rows: int = 5, blocks: int = 3) -> RawTensor:
     data = rng.integers(0, 256, size=(rows * blocks, nbytes), dtype=np.uint8)
     if qtype is T.IQ1_M:
         data[:, 55] &= 0x3F  # the top nibble of the last scale word is the top of its fp16 scale
-    elif qtype not in (T.MXFP4, T.NVFP4):
-        places = SCALE_AT.get(qtype, (0, 2) if qtype in (T.Q4_1, T.Q5_1, T.Q4_K, T.Q5_K) else (0,))
-        for at in places:
-            scale = (rng.standard_normal(len(data)) * 0.01).astype(np.float16)
-            data[:, at : at + 2] = scale.view(np.uint8).reshape(-1, 2)
+    for at in FORMATS[qtype].halves:
+        scale = (rng.standard_normal(len(data)) * 0.01).astype(np.float16)
+        data[:, at : at + 2] = scale.view(np.uint8).reshape(-1, 2)
     return RawTensor(torch.from_numpy(data.reshape(-1)), qtype, (rows, blocks * block))
 
 
 def decoded(raw: RawTensor) -> np.ndarray:
-    rows = raw.data.numpy().reshape(raw.rows, -1)
-    if raw.qtype is T.Q1_0:  # which gguf does not decode yet
-        blocks = rows.reshape(-1, 18)
-        signs = 2 * (blocks[:, 2:, None] >> np.arange(8) & 1).astype(np.float32).reshape(-1, 128) - 1
-        return (blocks[:, :2].copy().view(np.float16).astype(np.float32) * signs).reshape(raw.rows, -1)
+    assert isinstance(raw.qtype, T)
     with np.errstate(all="ignore"):
-        return gguf.quants.dequantize(rows, raw.qtype)
+        return decoding.decoded(raw.data.numpy().reshape(raw.rows, -1), raw.qtype)
 
 
 @pytest.mark.parametrize("qtype", [*DECODABLE, T.F32, T.F16], ids=lambda t: t.name)
@@ -99,7 +92,7 @@ def test_every_nvfp4_scale_survives() -> None:
 
 @pytest.mark.parametrize("qtype", [T.Q5_0, T.IQ4_NL, T.Q3_K, T.TQ2_0, T.Q1_0], ids=lambda t: t.name)
 def test_infinite_and_nan_scales_do_not_warn_or_crash(qtype: T) -> None:
-    block, nbytes = GGML_QUANT_SIZES[qtype]
+    block, nbytes = block_size(qtype), type_size(qtype)
     raw = RawTensor(torch.full((nbytes * 2,), 0xFF, dtype=torch.uint8), qtype, (1, 2 * block))
     assert transcode(raw, "x", BECOMES[qtype]).shape == raw.shape
 

@@ -39,7 +39,7 @@ template <class P> struct StepsSmall;
 template <class P> struct StepsTernary;
 template <class P> struct StepsGrid;
 
-// How a block of a type in rows becomes fp32: block(bytes, out). Specializations stand beside the layouts in formats/.
+// How a block of a type in rows becomes fp32: block(bytes, out). Specializations stand beside the layouts.
 template <QType> struct Dequantizer;
 
 // What computes with a type in rows without re-laying them: F is its layout. void: blocks are re-laid one at a time.

@@ -5,12 +5,9 @@
 //   Q4_K 144 B / 256: half d, dmin; 6-bit sc[8], m[8] in 12 B; nibbles qs[128]    w = d sc q - dmin m
 //   Q5_K 176 B / 256: the same, with a fifth bit in qh[32] before qs              w = d sc q - dmin m
 //   Q6_K 210 B / 256: ql[128]; qh[64]; int8 sc[16]; half d                        w = d sc (q - 32)
-// IQ4_XS 136 B / 256: half d; 6-bit sc[8] in 2 + 4 B; nibbles qs[128]               w = d (sc - 32) table[q]
-// IQ4_K 144 B / 256: half d; a bit b for every 16 weights in 2 B; 6-bit sc[16] in 4 + 8 B; nibbles qs[128]
-// (ik_llama.cpp)
-//                                                                                   w = d (sc - 32) (table[q] + 4 b)
 //  MXFP4  17 B / 32:  e8m0 exponent e; nibbles qs[16] as in Q4_0                    w = 2^(e - 128) table[q]
-// Blocks are read at any alignment and never past their end. Weights in groups: packed/groups.inl.
+// Blocks are read at any alignment and never past their end. Weights in groups: packed/groups.inl;
+// IQ4_XS and types of ik_llama.cpp: packed/signed.inl.
 
 namespace {
 
@@ -50,7 +47,7 @@ struct FormatQ5K {
   }
 };
 struct FormatQ6K {
-  static constexpr int bytes = 210, subs = 16;  // narrow sums are centred, see gemm.inl
+  static constexpr int bytes = 210, subs = 16, d_at = 208;  // narrow sums are centred, see gemm.inl
   static constexpr bool has_min = false;
   template <int S> static vb chunk(const uint8_t* p) {
     constexpr int part = S % 4;
@@ -62,33 +59,8 @@ struct FormatQ6K {
   }
 };
 
-// Indices into its table.
-struct FormatIQ4XS {
-  static constexpr int bytes = 136, subs = 8;
-  static constexpr bool has_min = false;
-  template <int S> static vb chunk(const uint8_t* p) { return nibbles16(p + 8 + 16 * S); }
-};
-struct FormatIQ4K {
-  static constexpr int bytes = 144, subs = 16;
-  static constexpr bool has_min = false;
-  template <int S> static vb chunk(const uint8_t* p) { return nibbles16(p + 16 + 16 * S); }
-};
 constexpr int8_t kIq4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 constexpr int8_t kMxfp4Values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-
-// 8 scales, from -32 to 31: 4 bits each in scales_l, 2 in scales_h.
-inline void unpack_iq4_scales(const uint8_t* p, int8_t* scales) {
-  const int upper = p[2] | p[3] << 8;
-  for (int s = 0; s < 8; ++s)
-    scales[s] = static_cast<int8_t>(((p[4 + s / 2] >> (s % 2 * 4) & 15) | (upper >> (2 * s) & 3) << 4) - 32);
-}
-
-// Sub-block s of IQ4_K: its scale, from -32 to 31 (4 bits in scales_l, 2 in scales_h), and what is added to its values.
-struct Iq4kScale { int scale, shift; };
-inline Iq4kScale iq4k_scale(const uint8_t* p, int s) {
-  const int low = p[8 + s / 2] >> (s % 2 * 4) & 15, high = p[4 + s / 4] >> (s % 4 * 2) & 3;
-  return {(low | high << 4) - 32, (p[2 + s / 8] >> (s % 8) & 1) * 4};
-}
 
 // 2^(e - 128): the table holds twice the values of the format.
 inline float half_of_e8m0(uint8_t e) {
@@ -176,28 +148,6 @@ template <> struct Dequantizer<QType::MXFP4> {
     storeb(q, nibbles16(p + 1));
     const float d = half_of_e8m0(p[0]);
     for (int i = 0; i < 32; ++i) out[i] = d * static_cast<float>(kMxfp4Values[q[i]]);
-  }
-};
-template <> struct Dequantizer<QType::IQ4_XS> {
-  static void block(const uint8_t* p, float* out) {
-    uint8_t q[256];
-    int8_t scales[8];
-    unpack256<FormatIQ4XS>(p, q);
-    unpack_iq4_scales(p, scales);
-    for (int i = 0; i < 256; ++i)
-      out[i] = half_to_float(p) * static_cast<float>(scales[i / 32]) * static_cast<float>(kIq4Values[q[i]]);
-  }
-};
-template <> struct Dequantizer<QType::IQ4_K> {
-  static void block(const uint8_t* p, float* out) {
-    uint8_t q[256];
-    unpack256<FormatIQ4K>(p, q);
-    const float d = half_to_float(p);
-    for (int s = 0; s < 16; ++s) {
-      const Iq4kScale sub = iq4k_scale(p, s);
-      const float ds = d * static_cast<float>(sub.scale);
-      for (int i = 0; i < 16; ++i) out[16 * s + i] = ds * static_cast<float>(kIq4Values[q[16 * s + i]] + sub.shift);
-    }
   }
 };
 template <> struct Dequantizer<QType::Q4_K> {

@@ -9,16 +9,14 @@
 //   Q4_K  256 columns   d[16], dmin[16], scales, minima, 32 lines                           148 B (144 in the file)
 //   Q5_K  256 columns   d[16], dmin[16], scales, minima, 32 lines, 8 lines of fifth bits    180 B (176)
 //   Q6_K  256 columns   scales, 32 lines, 16 lines of upper bits                            210 B
-//   IQ4_XS 256 columns  scales - 32, 32 lines                                               138 B (136)
-//   IQ4_K 256 columns   scales, 32 lines                                                    146 B (144)
 //   MXFP4  32 columns   4 lines as Q4_0; the head holds bytes e instead of halves            17 B
-//   those of formats/low.inl: packed/k2k3.inl, packed/ternary.inl, packed/small.inl
+//   those of formats/low.inl: packed/k2k3.inl, packed/ternary.inl, packed/small.inl; of signed values:
+//   packed/signed.inl
 //
 // Lines of 256 columns: line 8 g + i holds step 16 g + i in its low and step 16 g + 8 + i in its high nibbles (g < 4).
 // Fifth bits: line 2 g holds bit i of step 16 g + i in bit i, line 2 g + 1 that of step 16 g + 8 + i.
 // Upper bits: line 4 g + i (i < 4) holds those of steps 16 g + i, + 4, + 8, + 12, two bits each, from the lowest up.
-// Scales and minima: byte pairs of sub-blocks 2 j, 2 j + 1 of each row, 32 bytes for every j. Those of IQ4_K are
-// 2 (scale - 32) + b, with the bit b that adds 4 to the sub-block's values.
+// Scales and minima: byte pairs of sub-blocks 2 j, 2 j + 1 of each row, 32 bytes for every j.
 // FP8 has a form and an arithmetic of its own: fp8.inl. Types with grids: packed/grid.inl.
 
 namespace {
@@ -36,7 +34,7 @@ struct ByteTable {
     for (int i = 0; i < 16; ++i) v[i] = static_cast<uint8_t>(static_cast<uint8_t>(values[i]) ^ flip);
   }
 };
-constexpr ByteTable kIq4Staged(kIq4Values, kSignFlip), kIq4Unsigned(kIq4Values, 0x80);
+constexpr ByteTable kIq4Staged(kIq4Values, kSignFlip);
 constexpr ByteTable kMxfp4Signed(kMxfp4Values, 0);
 // The same + 12: unsigned, and small enough for sums in int16. The 12 is taken out by sums of the activations.
 constexpr int kMxfp4Offset = 12;
@@ -55,14 +53,31 @@ template <class P> inline wb group_line(const uint8_t* p, int g, int i) {
   return load_wb(p + P::lines + 64 * (kGroupRun<P> * g + i % kGroupRun<P>));
 }
 
+// Of a type with a bit b for every sub-block that adds 1 << kShiftAt to its values; its scales are packed as 2 scale +
+// b.
+template <class F> constexpr int kShiftAt = 0;
+
+// A packed type says
+//   upper_bits                the bits of a code above its nibble: 0, 1 or 2, which are lines of their own at `bits`
+//   pack_scales(p, r, out)    puts the scales of block p of row r where they are in a packed block
+//   low<I>, high<I>           the codes of steps 16 g + I and 16 g + 8 + I
+inline void pack_pair(uint8_t* out, int sub, int r, uint8_t value) { out[sub / 2 * 32 + 2 * r + sub % 2] = value; }
+
 struct PackedQ4K {
   using F = FormatQ4K;
+  static constexpr int upper_bits = 0;
   static constexpr int64_t bytes = 64 + 128 + 128 + 2048, scales = 64, minima = 192, lines = 320;
   template <int I> static wb low(const uint8_t*, int, wb line) { return low_nibbles(line); }
   template <int I> static wb high(const uint8_t*, int, wb line) { return high_nibbles(line); }
+  static void pack_scales(const uint8_t* p, int r, uint8_t* out) {
+    const KScales ks = unpack_scales(p + 4);
+    for (int s = 0; s < 8; ++s) pack_pair(out + scales, s, r, ks.sc[s]);
+    for (int s = 0; s < 8; ++s) pack_pair(out + minima, s, r, ks.m[s]);
+  }
 };
 struct PackedQ5K {
   using F = FormatQ5K;
+  static constexpr int upper_bits = 1;
   static constexpr int64_t bytes = PackedQ4K::bytes + 512, scales = 64, minima = 192, lines = 320, bits = 320 + 2048;
   template <int I> static wb low(const uint8_t* p, int g, wb line) {
     return or_bytes(low_nibbles(line), bit_at_4<I>(load_wb(p + bits + 128 * g)));
@@ -70,10 +85,11 @@ struct PackedQ5K {
   template <int I> static wb high(const uint8_t* p, int g, wb line) {
     return or_bytes(high_nibbles(line), bit_at_4<I>(load_wb(p + bits + 128 * g + 64)));
   }
+  static void pack_scales(const uint8_t* p, int r, uint8_t* out) { PackedQ4K::pack_scales(p, r, out); }
 };
 struct PackedQ6K {
   using F = FormatQ6K;
-  static constexpr int offset = 32;  // of what low and high give
+  static constexpr int upper_bits = 2, offset = 32;  // of what low and high give
   static constexpr int64_t bytes = 256 + 2048 + 1024, scales = 0, minima = 0, lines = 256, bits = 256 + 2048;
   template <int I> static wb low(const uint8_t* p, int g, wb line) {
     return or_bytes(low_nibbles(line), two_at_4<I / 4 * 2>(load_wb(p + bits + 256 * g + 64 * (I % 4))));
@@ -81,43 +97,17 @@ struct PackedQ6K {
   template <int I> static wb high(const uint8_t* p, int g, wb line) {
     return or_bytes(high_nibbles(line), two_at_4<4 + I / 4 * 2>(load_wb(p + bits + 256 * g + 64 * (I % 4))));
   }
-};
-
-// low and high give value + 128, for tiles (amx.inl); the kernels here use signed values, see packed/signed.inl.
-struct PackedIQ4XS {
-  using F = FormatIQ4XS;
-  static constexpr int offset = 128;
-  static constexpr bool is_shifted = false;
-  static constexpr int64_t bytes = 128 + 2048, scales = 0, minima = 0, lines = 128;
-  template <int I> static wb low(const uint8_t*, int, wb line) { return lookup16(low_nibbles(line), kIq4Unsigned.v); }
-  template <int I> static wb high(const uint8_t*, int, wb line) { return lookup16(high_nibbles(line), kIq4Unsigned.v); }
-};
-
-struct PackedIQ4K {
-  using F = FormatIQ4K;
-  static constexpr int offset = 128;
-  static constexpr bool is_shifted = true;
-  static constexpr int64_t bytes = 256 + 2048, scales = 0, minima = 0, lines = 256;
-  // 0 or 4 in the bytes of every row: what sub-block 2 j + ODD adds to its values.
-  template <int ODD> static wb shift(const uint8_t* p, int j) {
-    alignas(64) int32_t pairs[16];
-    storei(pairs, pairs_u8(p + scales + 32 * j));
-    return move_bits<0, 2>(spread_byte<2 * ODD>(load_wb(reinterpret_cast<const uint8_t*>(pairs))), 1);
-  }
-  template <int I> static wb low(const uint8_t* p, int g, wb line) {
-    return add_bytes(lookup16(low_nibbles(line), kIq4Unsigned.v), shift<I / 4>(p, 2 * g));
-  }
-  template <int I> static wb high(const uint8_t* p, int g, wb line) {
-    return add_bytes(lookup16(high_nibbles(line), kIq4Unsigned.v), shift<I / 4>(p, 2 * g + 1));
+  static void pack_scales(const uint8_t* p, int r, uint8_t* out) {
+    for (int s = 0; s < 16; ++s) pack_pair(out + scales, s, r, p[192 + s]);
   }
 };
 
 template <class P> inline vi load_scales(const uint8_t* p, int j) {
-  return P::F::has_min ? pairs_u8(p + P::scales + 32 * j) : pairs_s8(p + P::scales + 32 * j);
-}
-template <> inline vi load_scales<PackedIQ4K>(const uint8_t* p, int j) {
-  const vi pair = pairs_s8(p + PackedIQ4K::scales + 32 * j);
-  return ori(andi(sar<1>(lane_scale_low(pair)), set1i(0xffff)), shl<16>(sar<1>(lane_scale_high(pair))));
+  if constexpr (P::F::has_min) return pairs_u8(p + P::scales + 32 * j);
+  const vi pair = pairs_s8(p + P::scales + 32 * j);
+  if constexpr (kShiftAt<typename P::F> > 0)
+    return ori(andi(sar<1>(lane_scale_low(pair)), set1i(0xffff)), shl<16>(sar<1>(lane_scale_high(pair))));
+  return pair;
 }
 template <class P> inline vi load_minima(const uint8_t* p, int j) {
   if constexpr (P::F::has_min) return pairs_u8(p + P::minima + 32 * j);
@@ -387,8 +377,7 @@ template <class P> void packed32_many(const TileArgs& a) {
 // Up to here a tile is read again for every few tokens (it stays in the first two caches) rather than staged.
 constexpr int kFewPacked = 2 * kPackedTokens;
 
-template <class P, int C> void narrow256_few(const TileArgs& a, int t);      // narrow.inl, for kNarrowSums
-template <class P, int C> void packed_signed_few(const TileArgs& a, int t);  // packed/signed.inl
+template <class P, int C> void narrow256_few(const TileArgs& a, int t);  // narrow.inl, for kNarrowSums
 
 template <class P> struct Few256 {
   template <int C> static void run(const TileArgs& a, int t) {
@@ -400,9 +389,6 @@ template <class P> struct Few256 {
 };
 template <class P> struct Few32 {
   template <int C> static void run(const TileArgs& a, int t) { packed32_few<P, C>(a, t); }
-};
-template <class P> struct FewSigned {
-  template <int C> static void run(const TileArgs& a, int t) { packed_signed_few<P, C>(a, t); }
 };
 
 template <class Few, int C> void run_few(const TileArgs& a, int t, int count) {

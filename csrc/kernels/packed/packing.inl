@@ -2,8 +2,6 @@
 
 namespace {
 
-inline void pack_pair(uint8_t* out, int sub, int r, uint8_t value) { out[sub / 2 * 32 + 2 * r + sub % 2] = value; }
-
 // Bytes of a line, 8 at a time: words without a carry from one byte to the next, which compilers turn into vectors.
 inline uint64_t load_word(const uint8_t* p) {
   uint64_t word;
@@ -34,9 +32,9 @@ template <class P> void pack_steps(const uint8_t* steps, uint8_t* out) {
   for (int g = 0; g < 4; ++g) {
     const uint8_t* q = steps + 1024 * g;
     join_nibbles(q, q + 512, 512, out + P::lines + 512 * g);
-    if constexpr (std::is_same_v<P, PackedQ5K>)
+    if constexpr (P::upper_bits == 1)
       for (int half = 0; half < 2; ++half) join_upper<8, 1, 64>(q + 512 * half, out + P::bits + 128 * g + 64 * half);
-    if constexpr (std::is_same_v<P, PackedQ6K>)
+    if constexpr (P::upper_bits == 2)
       for (int i = 0; i < 4; ++i) join_upper<4, 2, 256>(q + 64 * i, out + P::bits + 256 * g + 64 * i);
   }
 }
@@ -49,26 +47,12 @@ template <class P> void pack_block256(const uint8_t* const* rows, int64_t b, uin
   pack_steps<P>(steps, out);
   for (int r = 0; r < 16; ++r) {
     const uint8_t* p = rows[r] + b * F::bytes;
-    if constexpr (std::is_same_v<P, PackedIQ4XS>) {
-      int8_t scales[8];
-      unpack_iq4_scales(p, scales);
-      for (int s = 0; s < 8; ++s) pack_pair(out + P::scales, s, r, static_cast<uint8_t>(scales[s]));
-      std::memcpy(head + 32 * b + 2 * r, p, 2);
-    } else if constexpr (std::is_same_v<P, PackedIQ4K>) {
-      for (int s = 0; s < 16; ++s) {
-        const Iq4kScale sub = iq4k_scale(p, s);
-        pack_pair(out + P::scales, s, r, static_cast<uint8_t>(2 * sub.scale + sub.shift / 4));
-      }
-      std::memcpy(head + 32 * b + 2 * r, p, 2);
-    } else if constexpr (F::has_min) {
-      const KScales ks = unpack_scales(p + 4);
-      for (int s = 0; s < 8; ++s) pack_pair(out + P::scales, s, r, ks.sc[s]);
-      for (int s = 0; s < 8; ++s) pack_pair(out + P::minima, s, r, ks.m[s]);
+    P::pack_scales(p, r, out);
+    if constexpr (F::has_min) {
       std::memcpy(out + 2 * r, p, 2);
       std::memcpy(out + 32 + 2 * r, p + 2, 2);
     } else {
-      for (int s = 0; s < 16; ++s) pack_pair(out + P::scales, s, r, p[192 + s]);
-      std::memcpy(head + 32 * b + 2 * r, p + 208, 2);
+      std::memcpy(head + 32 * b + 2 * r, p + F::d_at, 2);
     }
   }
 }
@@ -119,12 +103,6 @@ template <class P> struct Kernel256 {
 template <> struct Kernel<QType::Q4_K> : Kernel256<PackedQ4K> {};
 template <> struct Kernel<QType::Q5_K> : Kernel256<PackedQ5K> {};
 template <> struct Kernel<QType::Q6_K> : Kernel256<PackedQ6K> {};
-template <> struct Kernel<QType::IQ4_XS> : Kernel256<PackedIQ4XS> {
-  static void tile(const TileArgs& a) { in_few_parts<FewSigned<PackedIQ4XS>>(a); }
-};
-template <> struct Kernel<QType::IQ4_K> : Kernel256<PackedIQ4K> {
-  static void tile(const TileArgs& a) { in_few_parts<FewSigned<PackedIQ4K>>(a); }
-};
 
 template <class P> struct Kernel32 {
   using Packed = P;

@@ -1,4 +1,4 @@
-// Re-laid K-quants, Q8_0, Q4_0 and IQ4_XS, and which part has the kernels of the other types.
+// Re-laid types of Kernels::Packed, and which part has the kernels of the other types.
 #include KT_SIMD
 
 #include "tiers/products.inl"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ktransformers.kernels.formats import FORMATS
 from ktransformers.kernels.types import (
     FP8_BLOCK,
     BlockType,
@@ -20,16 +21,6 @@ from ktransformers.kernels.types import (
 __all__ = ["random_raw", "random_weight"]
 
 _UNQUANTIZED = {QuantType.F32: torch.float32, QuantType.F16: torch.float16, QuantType.BF16: torch.bfloat16}
-
-_SCALES_AT = {
-    **dict.fromkeys((QuantType.Q4_1, QuantType.Q5_1, QuantType.Q4_K, QuantType.Q5_K), (0, 2)),
-    QuantType.Q2_K: (80, 82),
-    QuantType.Q3_K: (108,),
-    QuantType.Q6_K: (208,),
-    QuantType.TQ1_0: (52,),
-    QuantType.TQ2_0: (64,),
-}
-"""Where the fp16 numbers of a block are, unless at its start."""
 
 
 def random_weight(qtype: WeightType, rows: int, cols: int) -> RawTensor | Fp8Matrix:
@@ -60,7 +51,7 @@ def random_raw(qtype: BlockType, rows: int, cols: int) -> RawTensor:
     if qtype is QuantType.NVFP4:
         blocks[:, :4] = 0x01  # 2^-10
         return RawTensor(data, qtype, (rows, cols))
-    for at in _SCALES_AT.get(qtype, (0,)):
+    for at in FORMATS[qtype].halves:
         blocks[:, at + 1] = 0x04  # the high byte of an fp16 scale: about 1e-4
     return RawTensor(data, qtype, (rows, cols))
 

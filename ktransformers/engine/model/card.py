@@ -18,6 +18,14 @@ from ktransformers.weights.gguf.file import GGUFModel
 __all__ = ["ModelCard", "card_of"]
 
 
+_FORK_FILE_TYPES = {
+    **dict(enumerate(("Q6_0", "IQ1_BN", "IQ2_BN", "IQ2_K", "IQ3_K", "IQ4_K", "IQ5_K", "IQ6_K"), 135)),
+    **dict(enumerate(("IQ4_KS", "IQ3_KL", "IQ2_KS", "IQ4_KSS", "Q8_KV", "IQ5_KS"), 145)),
+    **dict(enumerate(("IQ2_KT", "IQ3_KT", "IQ4_KT", "IQ3_KS", "IQ2_KL", "IQ1_KT"), 151)),
+}
+"""Values of `general.file_type` beyond the `gguf` package's: those of ik_llama.cpp's llama.h."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelCard:
     """A model's figures, as interfaces show them. family: the architecture's short name. format: of the files.
@@ -96,8 +104,8 @@ def _named(opened: Described) -> str:
     number = opened.gguf.metadata.get("general.file_type")
     try:
         return str(gguf.LlamaFileType(number).name).removeprefix("MOSTLY_").removeprefix("ALL_")
-    except ValueError:  # a number of a newer writer, or none
-        return ""
+    except ValueError:  # a number of a fork's or a newer writer, or none
+        return _FORK_FILE_TYPES.get(number, "") if isinstance(number, int) else ""
 
 
 def _prints(files: Sequence[Path]) -> tuple[str, float]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from ktransformers.config import EngineConfig
 from ktransformers.engine.model.card import ModelCard
 from ktransformers.engine.model.opened import describe_model, open_model
@@ -28,3 +30,21 @@ def test_both_formats_are_one_model() -> None:
     assert packed.digest != plain.digest
     assert packed.modified == DEMO_GGUF.stat().st_mtime
     assert card(EngineConfig(gguf_path=DEMO_GGUF)) == packed
+
+
+@pytest.mark.parametrize(("number", "name"), [(15, "Q4_K_M"), (140, "IQ4_K"), (156, "IQ1_KT")])
+def test_file_types_have_the_names_of_who_gave_the_numbers(
+    number: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """140 is ik_llama.cpp's LLAMA_FTYPE_MOSTLY_IQ4_K, which the gguf package does not know."""
+    opened = open_model(EngineConfig(gguf_path=DEMO_GGUF))
+    assert opened.gguf is not None
+    monkeypatch.setitem(opened.gguf.metadata, "general.file_type", number)
+    assert describe_model(opened).card.quantization == name
+
+
+def test_an_unknown_file_type_is_the_type_of_most_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = open_model(EngineConfig(gguf_path=DEMO_GGUF))
+    assert opened.gguf is not None
+    monkeypatch.setitem(opened.gguf.metadata, "general.file_type", 9999)
+    assert describe_model(opened).card.quantization == max(opened.stored, key=opened.stored.__getitem__)

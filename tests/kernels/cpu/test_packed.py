@@ -7,6 +7,7 @@ import torch
 
 from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import Isa, MoeKernel, WorkerPool
+from ktransformers.kernels.formats import FORMATS
 from ktransformers.kernels.types import (
     ActivationSpec,
     ExpertWeights,
@@ -23,18 +24,6 @@ TYPES = sorted(cpu.PACKED_TYPES)
 TIERS = (*cpu.available_isas(), Isa.AMX_EMULATED)
 
 
-# Where the halves of a block are; others have bytes of exponents, or a half in four pieces.
-HALVES = {
-    **dict.fromkeys((QuantType.Q4_1, QuantType.Q5_1, QuantType.Q4_K, QuantType.Q5_K), (0, 2)),
-    QuantType.Q2_K: (80, 82),
-    QuantType.Q3_K: (108,),
-    QuantType.Q6_K: (208,),
-    QuantType.TQ1_0: (52,),
-    QuantType.TQ2_0: (64,),
-    **dict.fromkeys((QuantType.MXFP4, QuantType.NVFP4, QuantType.IQ1_M), ()),
-}
-
-
 def random_weight(qtype: QuantType, rows: int, cols: int, seed: int = 0) -> RawTensor:
     if qtype not in QUANTIZABLE_TYPES:
         raw = wild_weight(qtype, rows, cols, seed)
@@ -43,7 +32,7 @@ def random_weight(qtype: QuantType, rows: int, cols: int, seed: int = 0) -> RawT
             blocks[:, 0] = 115 + blocks[:, 0] % 8  # scales from 2^-13 on
         if qtype is QuantType.IQ1_M:
             blocks[:, 55] &= 0x8F
-        for at in HALVES.get(qtype, (0,)):
+        for at in FORMATS[qtype].halves:
             blocks[:, at + 1] &= 0x87  # scales below 2^-7
         return raw
     values = torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).numpy()
@@ -59,7 +48,7 @@ def wild_weight(qtype: QuantType, rows: int, cols: int, seed: int = 7) -> RawTen
         blocks[:, 0] %= 250  # exponents of scales up to 2^121
     if qtype is QuantType.IQ1_M:
         blocks[:, 55] &= 0xBF  # the top of a scale that lies in four places
-    for at in HALVES.get(qtype, (0,)):
+    for at in FORMATS[qtype].halves:
         blocks[:, at + 1] &= 0x3B  # exponents below those of infinities
     return RawTensor(data, qtype, (rows, cols))
 
@@ -109,7 +98,7 @@ def test_largest_products_do_not_saturate(isa: cpu.Isa, qtype: QuantType) -> Non
     ones[::2], ones[1::2] = 0xFF, 0
     if qtype in (QuantType.MXFP4, QuantType.NVFP4):
         ones[..., : 1 if qtype is QuantType.MXFP4 else 4] = 120
-    for at in HALVES.get(qtype, (0,)):
+    for at in FORMATS[qtype].halves:
         ones[..., at : at + 2] = torch.tensor([0x55, 0x25], dtype=torch.uint8)  # about 0.02
     if qtype is QuantType.IQ1_M:  # its scale lies in the upper halves of four bytes
         ones[..., 53] = ones[..., 53] & 15 | 0x40
@@ -130,25 +119,26 @@ def test_largest_products_do_not_saturate(isa: cpu.Isa, qtype: QuantType) -> Non
     scalar.close()
 
 
+MIXES = [
+    (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K),
+    (QuantType.Q8_0, QuantType.Q4_0, QuantType.MXFP4),
+    (QuantType.IQ2_XXS, QuantType.IQ2_XS, QuantType.IQ3_XXS),
+    (QuantType.IQ1_S, QuantType.IQ1_M, QuantType.IQ2_S),
+    (QuantType.IQ3_S, QuantType.Q4_K, QuantType.IQ3_S),
+    (QuantType.Q4_K, QuantType.Q8_0, QuantType.IQ4_XS),  # gate and up want different forms of activations
+    (QuantType.Q2_K, QuantType.Q2_K, QuantType.Q3_K),
+    (QuantType.Q4_1, QuantType.Q5_0, QuantType.Q5_1),
+    (QuantType.TQ1_0, QuantType.TQ2_0, QuantType.IQ4_NL),
+    (QuantType.NVFP4, QuantType.Q3_K, QuantType.NVFP4),
+    (QuantType.Q1_0, QuantType.MXFP4, QuantType.Q1_0),
+]
+"""Types of gate, up and down."""
+REST = [qtype for qtype in TYPES if not any(qtype in kinds for kinds in MIXES)]
+
+
 @pytest.mark.every(5)
 @pytest.mark.parametrize("isa", TIERS)
-@pytest.mark.parametrize(
-    "kinds",
-    [
-        (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K),
-        (QuantType.Q8_0, QuantType.Q4_0, QuantType.MXFP4),
-        (QuantType.IQ2_XXS, QuantType.IQ2_XS, QuantType.IQ3_XXS),
-        (QuantType.IQ1_S, QuantType.IQ1_M, QuantType.IQ2_S),
-        (QuantType.IQ3_S, QuantType.Q4_K, QuantType.IQ3_S),
-        (QuantType.Q4_K, QuantType.Q8_0, QuantType.IQ4_XS),  # gate and up want different forms of activations
-        (QuantType.Q2_K, QuantType.Q2_K, QuantType.Q3_K),
-        (QuantType.IQ4_K, QuantType.IQ4_XS, QuantType.IQ4_K),
-        (QuantType.Q4_1, QuantType.Q5_0, QuantType.Q5_1),
-        (QuantType.TQ1_0, QuantType.TQ2_0, QuantType.IQ4_NL),
-        (QuantType.NVFP4, QuantType.Q3_K, QuantType.NVFP4),
-        (QuantType.Q1_0, QuantType.MXFP4, QuantType.Q1_0),
-    ],
-)
+@pytest.mark.parametrize("kinds", [*MIXES, *((qtype, QuantType.IQ4_XS, qtype) for qtype in REST)])
 def test_experts_are_bit_equal(isa: cpu.Isa, kinds: tuple[QuantType, ...]) -> None:
     pool = WorkerPool(3, isa)
     experts, hidden, width, top_k = 6, 512, 256, 3

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from ktransformers.config import EngineConfig
 from ktransformers.engine.model.opened import config_of_model
 from ktransformers.errors import KTransformersError, UnsupportedError
+from ktransformers.kernels.types import QuantType
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf_config import FACTOR_TENSORS, config_from_gguf
 from ktransformers.models.gguf_families import FAMILIES
@@ -261,8 +262,8 @@ def test_gemma4_with_inputs_by_layer(tmp_path: Path) -> None:
     check_file(built("gemma4_text", _GEMMA4_E4B), tmp_path / "m.gguf", "gemma4")
 
 
-@pytest.mark.parametrize("qtype", [gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.BF16])
-def test_rows_of_fused_tensors_stay_in_their_type(qtype: gguf.GGMLQuantizationType, tmp_path: Path) -> None:
+@pytest.mark.parametrize("qtype", [QuantType.Q8_0, QuantType.BF16])
+def test_rows_of_fused_tensors_stay_in_their_type(qtype: QuantType, tmp_path: Path) -> None:
     model = built("glm4_moe", {"attention_bias": True})
     path = write_gguf(model, tmp_path / "m.gguf", dense_qtype=qtype, arch="bailingmoe2")
     opened = open_gguf(path)

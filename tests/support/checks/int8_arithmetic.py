@@ -1,6 +1,7 @@
 """The exact arithmetic of the quantized kernels (csrc/kernels/formats/gemm.inl), from the block layouts alone.
 
-Kernels are held to it bit for bit. Knows nothing of the extension, threads or tiers.
+Kernels are held to it bit for bit. Knows nothing of threads or tiers; of the extension, the form of activations alone
+that the table of types says.
 """
 
 from __future__ import annotations
@@ -13,22 +14,19 @@ import torch
 from gguf import quants
 from torch import Tensor
 
+from ktransformers.kernels.formats import FORMATS, ActForm
 from ktransformers.kernels.reference import dequantize
 from ktransformers.kernels.types import QuantType, RawTensor, type_size
-from tests.support.checks.decoding import iq4_k_parts
+from tests.support.checks.decoding import SUB_BLOCKS
 
 _Bytes = npt.NDArray[np.uint8]
 _Float = npt.NDArray[np.float32]
 _Int = npt.NDArray[np.int32]
 
-# Of which activations are quantized by 32: blocks of 32, of 64 with scales for 16, of 128.
-SMALL_BLOCKS = frozenset(
-    QuantType[name] for name in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4", "NVFP4", "Q1_0")
-)
+# Of which activations are quantized by 32: blocks of 32, of 64 with scales for 16, of 128; and by 256.
+SMALL_BLOCKS = frozenset(QuantType(number) for number, record in FORMATS.items() if record.form is ActForm.Q32)
+_SUPER_BLOCKS = frozenset(QuantType(number) for number, record in FORMATS.items() if record.form is ActForm.Q256)
 _TERNARY = (QuantType.TQ1_0, QuantType.TQ2_0)
-_K_TYPES = frozenset(QuantType[name] for name in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ4_K")) | set(
-    _TERNARY
-)
 
 
 def quantize_activations(x: _Float, block: int) -> tuple[_Int, _Float]:
@@ -128,11 +126,12 @@ def _k_block(block: _Bytes, qtype: QuantType) -> tuple[_Int, list[int], list[int
         scales = [((int(block[4 + s // 2]) >> 4 * (s % 2)) & 15 | ((upper >> 2 * s) & 3) << 4) - 32 for s in range(8)]
         codes = np.stack([block[8:].reshape(8, 16) & 15, block[8:].reshape(8, 16) >> 4], axis=1).reshape(8, 32)
         return np.array(quants.IQ4_NL.kvalues, dtype=np.int32)[codes], scales, [], _half(block, 0), np.float32(0)
-    if qtype == QuantType.IQ4_K:
-        d, scales, values = iq4_k_parts(block)
+    if qtype in SUB_BLOCKS:
+        d, scales, values = SUB_BLOCKS[qtype](block)
         return np.array(values, dtype=np.int32), scales, [], d, np.float32(0)
     if qtype in GRIDS:
         return _grid_block(block, qtype)
+    assert qtype in (QuantType.Q4_K, QuantType.Q5_K), qtype
     scales, minima = _six_bit_scales(block[4:16])
     weights = _nibbles(block[-128:].reshape(4, 32))
     if qtype == QuantType.Q5_K:
@@ -237,7 +236,7 @@ def int8_linear(x: Tensor, weight: RawTensor) -> Tensor:
     Raises ValueError for an unquantized weight.
     """
     small = weight.qtype in SMALL_BLOCKS
-    if not small and weight.qtype not in _K_TYPES | GRIDS.keys():
+    if not small and weight.qtype not in _SUPER_BLOCKS:
         raise ValueError(f"int8_linear is for quantized weights, got {weight.qtype.name}")
     block, size = 32 if small else 256, type_size(weight.qtype)
     rows = weight.data.numpy().reshape(weight.rows, weight.row_bytes)

@@ -26,6 +26,7 @@ import safetensors.torch
 import torch
 
 from ktransformers.errors import ConfigError, WeightError
+from ktransformers.kernels.types import QuantType
 from ktransformers.models.gguf_config import config_from_gguf
 from ktransformers.weights.gguf import file as gguf_parser
 from ktransformers.weights.quantize.transcode import dequantize, transcode
@@ -59,16 +60,15 @@ def small_gguf(path: Path) -> None:
     writer.add_array("x.floats", [0.5, 1.5])
     writer.add_array("x.bools", [True, False])
     writer.add_custom_alignment(32)
-    types = gguf.GGMLQuantizationType
     for name, qtype, rows, cols in (
-        ("token_embd.weight", types.F32, 4, 32),
-        ("blk.0.attn_q.weight", types.Q8_0, 2, 64),
-        ("blk.0.attn_k.weight", types.Q3_K, 1, 256),
-        ("blk.0.ffn_up.weight", types.IQ2_XXS, 1, 256),
-        ("blk.0.ffn_gate_exps.weight", types.MXFP4, 2, 32),
+        ("token_embd.weight", QuantType.F32, 4, 32),
+        ("blk.0.attn_q.weight", QuantType.Q8_0, 2, 64),
+        ("blk.0.attn_k.weight", QuantType.Q3_K, 1, 256),
+        ("blk.0.ffn_up.weight", QuantType.IQ2_XXS, 1, 256),
+        ("blk.0.ffn_gate_exps.weight", QuantType.MXFP4, 2, 32),
     ):
         block, size = gguf.GGML_QUANT_SIZES[qtype]
-        if qtype is types.F32:
+        if qtype is QuantType.F32:
             writer.add_tensor(name, rng.standard_normal((rows, cols)).astype(np.float32))
         else:
             writer.add_tensor(name, rng.integers(0, 256, (rows, cols // block * size), dtype=np.uint8), raw_dtype=qtype)

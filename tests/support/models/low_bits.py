@@ -1,17 +1,20 @@
-"""Blocks of the types that the `gguf` package decodes and does not encode, from values: plain rounding, for tests.
+"""Blocks of the types that the `gguf` package does not encode, from values: plain rounding or less, for tests.
 
-How well they fit does not matter: what is compared with is what gguf makes of the blocks.
+How well they fit does not matter: what is compared with is what an oracle makes of the blocks.
 """
 
 from __future__ import annotations
+
+import zlib
 
 import gguf.quants
 import numpy as np
 import numpy.typing as npt
 
-from ktransformers.kernels.types import QuantType
+from ktransformers.kernels.formats import FORMATS
+from ktransformers.kernels.types import QuantType, block_size, type_size
 from ktransformers.weights.quantize.write import WRITABLE_TYPES, quantize
-from tests.support.checks.decoding import IQ4K_VALUES
+from tests.support.checks.decoding import SUB_BLOCKS, decoded
 from tests.support.models.grid_blocks import GRID_TYPES, grid_blocks
 
 _Bytes = npt.NDArray[np.uint8]
@@ -26,8 +29,8 @@ def encode(rows: _Float, qtype: QuantType) -> _Bytes:
         return quantize(rows, qtype)
     if qtype is QuantType.NVFP4:
         return _nvfp4(rows.reshape(-1, 64)).reshape(len(rows), -1)
-    if qtype is QuantType.IQ4_K:
-        return _iq4_k(rows.reshape(-1, 16, 16)).reshape(len(rows), -1)
+    if qtype in SUB_BLOCKS:
+        return _drawn(rows, qtype)
     blocks: _Bytes = gguf.quants.quantize(rows, qtype)
     return blocks
 
@@ -49,17 +52,16 @@ def _nvfp4(blocks: _Float) -> _Bytes:
     return np.concatenate([scales, (codes[..., :8] | codes[..., 8:] << 4).reshape(-1, 32)], axis=1)
 
 
-def _iq4_k(blocks: _Float) -> _Bytes:
-    """Sub-blocks take the two tables in turn, and scales from 1 to 31."""
-    d = (np.abs(blocks).max((1, 2)) / (31 * 113)).astype(np.float16)
-    scales = np.ceil(_over(np.abs(blocks).max(2) / 113, d.astype(np.float32)[:, None])).clip(1, 31).astype(np.uint8)
-    over = _over(blocks, (d.astype(np.float32)[:, None] * scales)[..., None])
-    codes = np.stack([_nearest(over[:, s], IQ4K_VALUES[s % 2]) for s in range(16)], axis=1)
-    stored = scales + np.uint8(32)
-    upper = stored.reshape(-1, 4, 4) >> 4 << np.array([0, 2, 4, 6], dtype=np.uint8)
-    lower = stored[:, ::2] & 15 | stored[:, 1::2] << 4
-    extra = np.full((len(blocks), 2), 0b10101010, dtype=np.uint8)
-    nibbles = (codes[:, ::2] | codes[:, 1::2] << 4).reshape(-1, 128)
-    return np.concatenate(
-        [d.view(np.uint8).reshape(-1, 2), extra, upper.sum(2, dtype=np.uint8), lower, nibbles], axis=1
-    )
+def _drawn(rows: _Float, qtype: QuantType) -> _Bytes:
+    """Blocks with one fp16 number: all else drawn, the same for a block of the same values, under a scale with which
+    those that are decoded are as large.
+    """
+    (at,) = FORMATS[qtype].halves
+    blocks = rows.reshape(-1, block_size(qtype))
+    seeds = [zlib.crc32(block.tobytes()) for block in blocks]
+    data = np.stack([np.random.default_rng(seed).integers(0, 256, type_size(qtype), dtype=np.uint8) for seed in seeds])
+    data[:, at : at + 2] = np.ones(1, dtype=np.float16).view(np.uint8)
+    drawn = decoded(data, qtype)
+    scale = _over(np.linalg.norm(blocks, axis=1), np.linalg.norm(drawn, axis=1)).astype(np.float16)
+    data[:, at : at + 2] = scale.view(np.uint8).reshape(-1, 2)
+    return data.reshape(len(rows), -1)

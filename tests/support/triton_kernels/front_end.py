@@ -18,7 +18,7 @@ import triton
 from triton._C.libtriton import ir
 from triton.compiler.compiler import make_backend
 
-from ktransformers.kernels.types import GroupType, QuantType
+from ktransformers.kernels.types import FORK_TYPES, GroupType, QuantType
 from tests.support.triton_kernels import compile_launches as launches
 from tests.support.triton_kernels.compile_launches import CPU_PACKED_TYPES, GpuLayout
 
@@ -26,15 +26,8 @@ ERRORS: Counter[str] = Counter()
 NUM = Counter[str]()
 FEW = (
     *(GroupType[name] for name in ("I4_32_F16_Z", "I8_128_BF16", "F8_128_F32", "MXFP8", "NVFP4_F32")),
-    *(
-        QuantType.Q2_K,
-        QuantType.TQ1_0,
-        QuantType.Q1_0,
-        QuantType.NVFP4,
-        QuantType.IQ4_XS,
-        QuantType.IQ4_K,
-        QuantType.IQ2_XS,
-    ),
+    *(QuantType[name] for name in ("Q2_K", "TQ1_0", "Q1_0", "NVFP4", "IQ4_XS", "IQ2_XS")),
+    *sorted(FORK_TYPES),
 )
 
 

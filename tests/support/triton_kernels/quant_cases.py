@@ -7,46 +7,20 @@ import torch
 from torch import Tensor
 
 from ktransformers.kernels.blocks import decode_blocks
-from ktransformers.kernels.cpu import Isa, WorkerPool, pack, pack_fp8
+from ktransformers.kernels.cpu import PACKED_TYPES, Isa, WorkerPool, pack, pack_fp8
+from ktransformers.kernels.formats import FORMATS
 from ktransformers.kernels.reference import dequantize
+from ktransformers.kernels.triton.quant import cpu_packed_grid as grid
+from ktransformers.kernels.triton.quant.repack import GPU_TYPES
 from ktransformers.kernels.types import Fp8Matrix, GroupType, QuantType, RawTensor, row_bytes, type_size
 from tests.support.models.group_blocks import random_blocks
 
-# Where the half-precision scales of a block are.
-SCALES = {
-    QuantType.Q8_0: (0,),
-    QuantType.Q4_0: (0,),
-    QuantType.Q4_K: (0, 2),
-    QuantType.Q5_K: (0, 2),
-    QuantType.Q6_K: (208,),
-    QuantType.MXFP4: (),  # its scale is an exponent, in byte 0
-}
-TYPES = tuple(SCALES)
-# As SCALES, of types that are read from the tiles of the CPU's kernels alone.
-TILE_SCALES = {
-    QuantType.Q2_K: (80, 82),
-    QuantType.Q3_K: (108,),
-    QuantType.Q4_1: (0, 2),
-    QuantType.Q5_0: (0,),
-    QuantType.Q5_1: (0, 2),
-    QuantType.IQ4_NL: (0,),
-    QuantType.IQ4_XS: (0,),
-    QuantType.IQ4_K: (0,),
-    QuantType.TQ1_0: (52,),
-    QuantType.TQ2_0: (64,),
-    QuantType.Q1_0: (0,),
-    QuantType.NVFP4: (),  # its scales are bytes 0 .. 3
-}
-# As TILE_SCALES, of those whose codes are looked up in a grid.
-GRID_SCALES = {
-    QuantType.IQ2_XXS: (0,),
-    QuantType.IQ2_XS: (0,),
-    QuantType.IQ2_S: (0,),
-    QuantType.IQ3_XXS: (0,),
-    QuantType.IQ3_S: (0,),
-    QuantType.IQ1_S: (0,),
-    QuantType.IQ1_M: (),  # in pieces
-}
+TYPES = tuple(sorted(GPU_TYPES))
+"""Types that are repacked into planes."""
+GRID_TYPES = tuple(QuantType(number) for number in sorted(grid.GRID_TYPES))
+"""Types whose codes are looked up in a grid."""
+TILE_TYPES = tuple(sorted(PACKED_TYPES - GPU_TYPES - set(GRID_TYPES)))
+"""The others that are read from the tiles of the CPU's kernels alone."""
 FLOATS = (QuantType.BF16, QuantType.F16)
 
 
@@ -61,7 +35,7 @@ def random_matrix(qtype: QuantType, rows: int, cols: int, seed: int = 0) -> tupl
         held = torch.from_numpy(rng.standard_normal((rows, cols)) / 8).to(dtype)
         return held.view(torch.uint8), held.float()
     blocks = rng.integers(0, 256, (rows * row_bytes(qtype, cols) // type_size(qtype), type_size(qtype)), dtype=np.uint8)
-    for at in (SCALES | TILE_SCALES | GRID_SCALES)[qtype]:
+    for at in FORMATS[qtype].halves:
         scale = rng.uniform(1e-3, 1e-2, len(blocks)) * rng.choice([-1, 1], len(blocks))
         blocks[:, at : at + 2] = scale.astype(np.float16).view(np.uint8).reshape(-1, 2)
     if qtype == QuantType.MXFP4:

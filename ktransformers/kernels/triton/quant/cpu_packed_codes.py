@@ -33,7 +33,7 @@ from ktransformers.kernels.triton.quant.cpu_packed_groups import (
 )
 from ktransformers.kernels.types import QuantType
 
-__all__ = ["CODE_TYPES", "code_scales", "code_tile", "code_word", "has_codes", "has_offset", "number", "plain_scales"]
+__all__ = ["CODE_TYPES", "code_scales", "code_tile", "code_word", "has_codes", "has_offset", "number"]
 
 Q2_K = constant(int(QuantType.Q2_K))
 Q3_K = constant(int(QuantType.Q3_K))
@@ -190,14 +190,6 @@ def small_scales(base, group, q, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
         return 2.0 * d, d
     d = halves(base, 32 * b, n, mask, SIZE)
     return d, 16.0 * d
-
-
-@jit
-def plain_scales(base, group, q, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
-    """Return s and m of w = s u - m for a type of plain codes and no groups; as `code_scales`."""
-    if is_super(TYPE):
-        return super_scales(base, group, q, n, mask, TYPE, K)
-    return small_scales(base, group, q, n, mask, TYPE, K)
 
 
 @jit

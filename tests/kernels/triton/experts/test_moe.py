@@ -7,7 +7,15 @@ import torch
 import torch.nn.functional as functional
 
 from ktransformers.kernels.triton.common import runtime
-from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeights, OwnType, QuantType, RawTensor
+from ktransformers.kernels.types import (
+    FORK_TYPES,
+    Activation,
+    ActivationSpec,
+    ExpertWeights,
+    OwnType,
+    QuantType,
+    RawTensor,
+)
 from tests.support.triton_kernels.quant_cases import pack_for_cpu, pack_fp8_for_cpu, random_fp8, random_matrix
 
 if runtime.triton is None:
@@ -100,7 +108,6 @@ BF16, FP8 = (QuantType.BF16,) * 3, (OwnType.F8_E4M3,) * 3
 GRIDS = (QuantType.IQ2_XXS, QuantType.IQ1_M, QuantType.IQ3_S)  # block-wise int16 of one order, then of the other
 THREES = (QuantType.IQ3_S, QuantType.IQ3_XXS, QuantType.IQ2_XS)
 FOURS = (QuantType.IQ4_NL, QuantType.IQ4_NL, QuantType.IQ4_NL)
-SHIFTED = (QuantType.IQ4_K, QuantType.IQ4_K, QuantType.IQ4_XS)
 APART = (QuantType.IQ3_XXS, QuantType.IQ4_XS, QuantType.IQ2_S)  # gate and up take block-wise int16 in different loops
 
 
@@ -115,8 +122,7 @@ APART = (QuantType.IQ3_XXS, QuantType.IQ4_XS, QuantType.IQ2_S)  # gate and up ta
         (2, GpuLayout.CPU_PACKED, MIXED, 256, 256),
         (2, GpuLayout.CPU_PACKED, LOW, 256, 256),
         (33, GpuLayout.CPU_PACKED, LOW, 256, 256),
-        (2, GpuLayout.CPU_PACKED, SHIFTED, 256, 256),
-        (33, GpuLayout.CPU_PACKED, SHIFTED, 256, 256),
+        *((m, GpuLayout.CPU_PACKED, (t, t, QuantType.IQ4_XS), 256, 256) for t in sorted(FORK_TYPES) for m in (2, 33)),
         (2, GpuLayout.ROWS, FLOATS, 100, 72),
         (3, GpuLayout.CPU_PACKED, BF16, 96, 32),
         (1, GpuLayout.PLANES, FP8, 160, 160),

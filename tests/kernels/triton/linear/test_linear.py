@@ -11,8 +11,8 @@ from torch.nn import functional
 from ktransformers.kernels.triton.common import runtime
 from ktransformers.kernels.types import Activation, GroupType, QuantType
 from tests.support.triton_kernels.quant_cases import (
-    GRID_SCALES,
-    TILE_SCALES,
+    GRID_TYPES,
+    TILE_TYPES,
     TYPES,
     pack_for_cpu,
     random_matrix,
@@ -61,7 +61,7 @@ def test_packed_weights(qtype, tokens, device):
 
 
 @pytest.mark.every(3)
-@pytest.mark.parametrize("qtype", GRID_SCALES, ids=lambda t: t.name)
+@pytest.mark.parametrize("qtype", GRID_TYPES, ids=lambda t: t.name)
 def test_weights_with_a_grid(qtype, device):
     """Few rows as they stream, more rows rounded."""
     raw, values = random_matrix(qtype, 20, 512)
@@ -90,7 +90,7 @@ def test_weights_in_ggml_layout(qtype, device):
 @pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("qtype", "tokens"),
-    [(t, 1) for t in TILE_SCALES]
+    [(t, 1) for t in TILE_TYPES]
     + [(t, m) for t in (QuantType.Q2_K, GroupType.I4_128_F16_Z) for m in (3, 5)]
     + [(GroupType.NVFP4_F32, 2)],
 )

@@ -10,7 +10,7 @@ import torch
 
 from ktransformers.kernels.triton.common import runtime
 from ktransformers.kernels.types import QuantType
-from tests.support.triton_kernels.quant_cases import GRID_SCALES, pack_for_cpu, random_matrix
+from tests.support.triton_kernels.quant_cases import GRID_TYPES, pack_for_cpu, random_matrix
 
 if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)
@@ -29,10 +29,10 @@ from ktransformers.kernels.triton.quant.repack import repack
 from ktransformers.kernels.triton.quant.tables import tables
 
 NIBBLES = [QuantType.IQ4_XS, QuantType.IQ4_NL]
-TYPES = [*GRID_SCALES, *NIBBLES]
+TYPES = [*GRID_TYPES, *NIBBLES]
 THREES = [QuantType.IQ3_XXS, QuantType.IQ3_S]
 PLANES = [QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K, QuantType.Q4_0, QuantType.Q8_0, QuantType.MXFP4]
-STRIDED = [qtype for qtype in GRID_SCALES if qtype not in THREES]
+STRIDED = [qtype for qtype in GRID_TYPES if qtype not in THREES]
 
 
 @jit

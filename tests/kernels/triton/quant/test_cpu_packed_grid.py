@@ -7,7 +7,7 @@ import torch
 
 from ktransformers.kernels.triton.common import runtime
 from ktransformers.kernels.types import QuantType
-from tests.support.triton_kernels.quant_cases import GRID_SCALES, pack_for_cpu, random_matrix
+from tests.support.triton_kernels.quant_cases import GRID_TYPES, pack_for_cpu, random_matrix
 
 if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)
@@ -18,7 +18,7 @@ from ktransformers.kernels.triton.linear.grid import grid_gemv, grid_pair
 from ktransformers.kernels.triton.quant.cpu_packed_grid import grid_tile
 from ktransformers.kernels.triton.quant.tables import tables
 
-TYPES = list(GRID_SCALES)
+TYPES = list(GRID_TYPES)
 
 
 @jit

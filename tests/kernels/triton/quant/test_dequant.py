@@ -11,7 +11,7 @@ from ktransformers.kernels.triton.common import runtime
 from ktransformers.kernels.types import GroupType, OwnType, QuantType, block_size
 from tests.support.triton_kernels.quant_cases import (
     FLOATS,
-    TILE_SCALES,
+    TILE_TYPES,
     TYPES,
     pack_for_cpu,
     pack_fp8_for_cpu,
@@ -68,7 +68,7 @@ def test_the_layout_of_the_cpu_kernels_holds_the_same_numbers(qtype, device):
     assert (got - values).abs().max() <= 2**-14 * 1.27  # as above
 
 
-@pytest.mark.parametrize("qtype", [*TILE_SCALES, *GROUPS], ids=lambda t: t.name)
+@pytest.mark.parametrize("qtype", [*TILE_TYPES, *GROUPS], ids=lambda t: t.name)
 def test_types_that_have_the_layout_of_the_cpu_kernels_alone(qtype, device):
     cols = (
         256 if block_size(qtype) == 256 else 384 if block_size(qtype) == 128 else 320 if qtype.name == "NVFP4" else 96
