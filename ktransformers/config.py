@@ -415,9 +415,10 @@ class EngineConfig:
             cpu_quant=None if self.cpu_quant is None else self.cpu_quant.lower(),
         )
 
-    def max_drafts(self, *, uses_gpus: bool) -> int:
-        """Return the most draft tokens of a sequence in a step; 0: none. uses_gpus: whether layers are on GPUs."""
-        is_off = self.speculative == "off" or (self.speculative == "auto" and uses_gpus)
+    def max_drafts(self, why_not: str | None = None) -> int:
+        """Return the most draft tokens of a sequence in a step; 0: none. why_not: what speaks against them where nobody
+        asks for any."""
+        is_off = self.speculative == "off" or (self.speculative == "auto" and why_not is not None)
         return 0 if is_off else self.speculative_tokens
 
     def _check_choices(self) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, replace
 
 from ktransformers.cache.paged import PagedCache
-from ktransformers.config import EngineConfig
+from ktransformers.config import CPU_PREFILLS, EngineConfig
 from ktransformers.engine.model.fingerprint import Identified, ModelIdentity
 from ktransformers.engine.model.opened import ModelDescription
 from ktransformers.engine.parallel.ranks.ranks import Alone, Ranks
@@ -18,6 +19,8 @@ from ktransformers.optimize.plan import Plan
 from ktransformers.scheduler.config import SchedulerConfig, TierConfig
 
 __all__ = ["Engine", "LoadedModel", "LoadedPart", "scheduler_limits"]
+
+logger = logging.getLogger(__name__)
 
 
 def scheduler_limits(
@@ -97,10 +100,26 @@ class Engine(LoadedModel):
         """Whether a part of the model is on a GPU."""
         return any(entry.placement.generate_device != "cpu" for entry in self.plan.entries)
 
+    def __post_init__(self) -> None:
+        if self.config.speculative == "auto" and self.why_not_drafted is not None:
+            logger.info("no draft tokens: %s; --speculative ngram has them anyway", self.why_not_drafted)
+
     @property
     def max_drafts(self) -> int:
         """Most draft tokens of a row; 0: none."""
-        return self.config.max_drafts(uses_gpus=self.uses_gpus)
+        return self.config.max_drafts(self.why_not_drafted)
+
+    @property
+    def why_not_drafted(self) -> str | None:
+        """Why --speculative auto drafts nothing: a row of several tokens might be another one than each by itself."""
+        if self.uses_gpus:
+            return "a part of the model is on a GPU"
+        if self.config.cpu_prefill != CPU_PREFILLS[0]:
+            return f"--cpu_prefill {self.config.cpu_prefill} rounds steps of many rows in another way"
+        others = [entry.key for entry in self.plan.entries if entry.generate_op != entry.prefill_op]
+        if others:
+            return f"{others[0]} has another prefill_op than generate_op"
+        return None
 
     def close(self) -> None:
         """Finish what goes to files, and stop the worker threads. The engine cannot be used afterwards."""

@@ -134,7 +134,8 @@ class CachePlan:
     def num_states(self, shapes: Sequence[LayerShape], num_slots: int, config: EngineConfig) -> int:
         """Number of slots for states of recurrent layers; 0 without such layers."""
         is_recurrent = bool(state_shapes(shapes))
-        drafts = min(config.max_drafts(uses_gpus=any(shape.place != "cpu" for shape in shapes)), MAX_DRAFT_STATES)
+        on_gpus = "on GPUs" if any(shape.place != "cpu" for shape in shapes) else None
+        drafts = min(config.max_drafts(on_gpus), MAX_DRAFT_STATES)
         if self.states is not None:
             if is_recurrent and not self.states:
                 raise UnsupportedError("layers keep a state, and the last stage, which counts them, has none of them")

@@ -151,3 +151,11 @@ def test_the_bundled_model_says_the_same_with_prompt_lookup_and_without(monkeypa
         assert one.stats.num_drafted == one.stats.num_accepted == 0
         assert 0 <= other.stats.num_accepted <= other.stats.num_drafted
     assert sum(one.stats.num_accepted for one in drafted) > 100
+
+
+def test_where_rows_of_several_tokens_may_differ_nothing_is_drafted_by_itself(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"), LLM(cpu_infer=1, cpu_prefill="bf16") as llm:
+        assert llm._batches.config.max_drafts == 0
+    assert "no draft tokens: --cpu_prefill bf16 rounds steps of many rows in another way" in caplog.text
+    with LLM(cpu_infer=1, cpu_prefill="bf16", speculative="ngram") as llm:
+        assert llm._batches.config.max_drafts == 7
