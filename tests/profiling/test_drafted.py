@@ -26,7 +26,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=60, seed=1, ignore_eos=True)
 def rows_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever may be drafted is, on any machine."""
     monkeypatch.setattr(RowCosts, "knows", lambda self, rows: True)
-    monkeypatch.setattr(RowCosts, "seconds", lambda self, rows: 1.0)
+    monkeypatch.setattr(RowCosts, "seconds", lambda self, rows, more=0: 1.0)
     monkeypatch.setattr(RowCosts, "most_rows", property(lambda self: self._most))
 
 
