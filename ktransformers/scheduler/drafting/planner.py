@@ -63,8 +63,9 @@ class DraftPlanner:
 
     def add_token(self, seq: Sequence, *, is_accepted: bool) -> None:
         """Note that an answer has a token more. Its draft is compared with it, whether a step ran that or not."""
-        self._num_tokens += 1
-        self._num_accepted += is_accepted
+        if seq.params.max_drafts != 0:
+            self._num_tokens += 1
+            self._num_accepted += is_accepted
         if seq.drafter is not None and not self._pause and len(seq.drafter) == seq.known_len - 1:
             seq.drafter.add(seq.token_ids[-1])
 
