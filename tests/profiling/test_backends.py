@@ -217,7 +217,7 @@ def test_a_backend_of_one_sequence(kind: Any, tmp_path: Path) -> None:
             params = SamplingParams(temperature=0, max_tokens=30, seed=1)
             asked = [GenerationRequest(request_id=f"a{i}", prompt_ids=tuple(ids), params=params) for i in range(2)]
             asked.append(replace(asked[0], request_id="short", params=replace(params, max_tokens=1)))
-            asked.append(replace(asked[0], request_id="stopped", params=replace(params, stop=("25",))))
+            asked.append(replace(asked[0], request_id="stopped", params=replace(params, stop=("25",), max_drafts=0)))
             return tokens_of(asked, [[event async for event in made.inference(one)] for one in asked])
         finally:
             await made.close()
