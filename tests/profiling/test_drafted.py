@@ -82,3 +82,20 @@ def test_each_token_has_its_line_and_each_request_its_counts(tmp_path: Path) -> 
     assert table["num_accepted"].tolist() == [0, stats[1].num_accepted]
     write_trace(load(tmp_path / "p"), tmp_path / "trace.json")
     assert (tmp_path / "trace.json").read_text().count('"num_accepted"') == 1
+
+
+def test_a_request_has_no_tokens_behind_its_stop_string(tmp_path: Path) -> None:
+    """Which a step may have accepted together with those before it."""
+    drawn = replace(PARAMS, temperature=1.0)  # it repeats nothing
+    plain = GenerationRequest(request_id="plain", prompt_ids=(5, 6, 7, 8), params=drawn)
+    (events,) = answers(tmp_path / "off", "off", plain)
+    ids = tuple(event.token_id for event in events if event.token_id is not None)
+    text = "".join(event.text for event in events)
+    stop = next(text[at:][:4] for at in range(20, len(text)) if text.find(text[at:][:4]) == at)  # not there before
+    params = replace(drawn, stop=(stop,))
+    (stopped,) = answers(tmp_path / "p", "ngram", replace(plain, request_id="s", params=params, prediction_ids=ids))
+    given = [event.token_id for event in stopped if event.token_id is not None]
+    assert given == list(ids[: len(given)])
+    profile = read_profile(tmp_path / "p")
+    assert [line["completion_len"] for line in profile.requests] == [len(given)]
+    assert len(profile.answers()["s"]) > len(given)  # computed, and of no use

@@ -120,6 +120,13 @@ def add_model_flags(parser: argparse.ArgumentParser, *, bounds_requests: bool = 
         default=config.self_check,
         help="compare a model of a family that no test covers with transformers while loading (on)",
     )
+    _add_speculative_flags(group, config)
+    _add_division_flags(group, config)
+    add_toggle(group, "use_cuda_graph", default=None, help="on a GPU, replay decode steps as one CUDA graph (on)")
+
+
+def _add_speculative_flags(group: argparse._ActionsContainer, config: EngineConfig) -> None:
+    """What is drafted. config: with the defaults."""
     group.add_argument(
         "--speculative",
         choices=SPECULATIVES,
@@ -134,8 +141,6 @@ def add_model_flags(parser: argparse.ArgumentParser, *, bounds_requests: bool = 
         default=config.speculative_tokens,
         help="draft tokens of a sequence in a step at most; as many as pay are taken (%(default)s)",
     )
-    _add_division_flags(group, config)
-    add_toggle(group, "use_cuda_graph", default=None, help="on a GPU, replay decode steps as one CUDA graph (on)")
 
 
 def _add_division_flags(group: argparse._ActionsContainer, config: EngineConfig) -> None:

@@ -371,7 +371,8 @@ class BatchLoop(Generic[EngineT]):
         if isinstance(event, EngineError) or event.finish_reason is not None:
             del self._streams[request_id]
             if update.finish_reason is None:  # a stop string, which only the text has
-                driver.obey(Finish(request_id, FinishReason.STOP))
+                completion_len = stream.output_processor.stats.completion_len  # tokens behind it may be there by now
+                driver.obey(Finish(request_id, FinishReason.STOP, completion_len))
         self._ready.append((stream.on_event, event))
 
     def _hand_over(self) -> None:

@@ -31,7 +31,6 @@ MARGIN = 1.03
 _LIKELY = 0.5
 """The chance of a draft token from which on it is worth waiting to see whether it is right."""
 
-
 _WINDOW = 32
 """Steps after which it is decided whether to pause."""
 
@@ -102,7 +101,7 @@ class DraftPlanner:
         for seq in decodes:
             if seq.run is None or seq.run.num_pending or not seq.completion_len:
                 return False
-            likeliest = max(likeliest, *self._drafter(seq).chances(1), 0.0)
+            likeliest = max(likeliest, *self._chances(seq, min(self._most_of(seq), 1)), 0.0)
         return likeliest > self._costs.least_chance(len(decodes), MARGIN)
 
     def awaits_tokens(self, running: Seq[Sequence], decodes: Seq[Sequence], prefills: Seq[Sequence]) -> bool:
@@ -119,7 +118,8 @@ class DraftPlanner:
             return False
         chances = []
         for seq in decodes:
-            later = self._chances(seq, self._most_of(seq) + 1)
+            most = self._most_of(seq)
+            later = self._chances(seq, most + 1) if most else []
             is_likely = bool(later) and later[0] > _LIKELY
             chances.append([chance / later[0] for chance in later[1:]] if is_likely else [])
         return any(self._counts(chances))

@@ -71,7 +71,7 @@ class RowCosts:
 
     def least_chance(self, rows: int, margin: float) -> float:
         """Return the chance that a draft token must have for any to pay beside so many rows, of which `knows` is true:
-        tokens then come `margin` times as fast. It is the same for all calls, and as cheap as it can be."""
+        tokens then come `margin` times as fast. Kept until times are added: most steps ask no more than this."""
         least = self._least.get((rows, margin))
         if least is None:
             alone = self.seconds(rows)

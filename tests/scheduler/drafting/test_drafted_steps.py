@@ -37,7 +37,9 @@ def test_an_answer_that_repeats_itself_takes_fewer_steps() -> None:
 def test_a_request_may_want_none() -> None:
     loop = loop_of()
     add(loop, "a", 2, max_tokens=40, max_drafts=0)
+    seq = loop.scheduler._requests["a"]
     loop.drain()
+    assert seq.drafter is None  # nothing is looked for
     assert loop.scheduler.stats().num_drafted == 0
     assert loop.scheduler._next_step - 1 == 40
     loop = loop_of()
