@@ -1,7 +1,10 @@
-"""Decides how many draft tokens the rows of a step get: as many as make tokens cheaper, by what steps take.
+"""Decides how many draft tokens the rows of a step get: as many as make answers faster, by what steps take.
 
-    tokens of a step = rows + sum of the chances that a draft token and those before it are accepted
-    chosen           the draft tokens, the likeliest first, with which tokens / seconds(rows + drafts) is greatest
+    tokens of a sequence = 1 + sum of the chances that a draft token and those before it are accepted
+    chosen               the draft tokens with which the product of all sequences' tokens / seconds is greatest
+
+The product, not the sum: a step that is longer for the sake of some is longer for all, and what one answer gains by
+drafts must be more, as a ratio, than what the others lose.
 
 With experts in RAM a second row reads most of its experts anew, so that a step of two rows may take 1.75 times as long:
 then only drafts that are nearly sure pay. Where steps read the same weights whatever they carry, most do. Both are
@@ -13,6 +16,8 @@ it pauses for as long as that makes it cheap.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -25,8 +30,8 @@ from ktransformers.scheduler.sequence import Drafter, Sequence
 
 __all__ = ["MARGIN", "DraftPlanner"]
 
-MARGIN = 1.03
-"""What draft tokens must gain, by what is known of times and acceptance, which is not exact."""
+MARGIN = 1.05
+"""How many times as fast answers must become, in the mean: what is known of times and acceptance is not exact."""
 
 _LIKELY = 0.5
 """The chance of a draft token from which on it is worth waiting to see whether it is right."""
@@ -43,11 +48,19 @@ _LOOKUP_SECONDS, _MOST_TIME = 15e-6, 0.005
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """The depth'th draft token of the index'th sequence, and the chance that it is accepted."""
+    """The depth'th draft token of the index'th sequence, and the logarithm of what that has more tokens by it."""
 
     index: int
     depth: int
-    chance: float
+    gain: float
+
+
+def _drafts_of(index: int, chances: Seq[float]) -> Iterator[_Draft]:
+    """The draft tokens of a sequence, each of less gain than the one before."""
+    tokens = 1.0
+    for depth, chance in enumerate(chances):
+        yield _Draft(index, depth, math.log1p(chance / tokens))
+        tokens += chance
 
 
 class DraftPlanner:
@@ -147,14 +160,14 @@ class DraftPlanner:
         counts, rows, costs = [0] * len(chances), len(chances), self._costs
         if not any(chances) or not costs.knows(rows):
             return counts
-        drafts = [_Draft(i, depth, chance) for i, one in enumerate(chances) for depth, chance in enumerate(one)]
-        drafts.sort(key=lambda draft: (-draft.chance, draft.depth))
-        tokens, best, chosen = float(rows), MARGIN * rows / costs.seconds(rows), 0
+        drafts = [draft for i, one in enumerate(chances) for draft in _drafts_of(i, one)]
+        drafts.sort(key=lambda draft: (-draft.gain, draft.depth))
+        gain, best, chosen, alone = 0.0, rows * math.log(MARGIN), 0, costs.seconds(rows)
         for num, draft in enumerate(drafts[: min(self._chunk_size, costs.most_rows) - rows], 1):
-            tokens += draft.chance
-            rate = tokens / costs.seconds(rows, num)
-            if rate > best:
-                best, chosen = rate, num
+            gain += draft.gain
+            left = gain - rows * math.log(costs.seconds(rows, num) / alone)
+            if left > best:
+                best, chosen = left, num
         for draft in drafts[:chosen]:
             counts[draft.index] = max(counts[draft.index], draft.depth + 1)
         return counts

@@ -7,6 +7,7 @@ last one did: sizes up to twice as large are tried where that would pay, once, a
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from statistics import median
 
@@ -71,12 +72,13 @@ class RowCosts:
 
     def least_chance(self, rows: int, margin: float) -> float:
         """Return the chance that a draft token must have for any to pay beside so many rows, of which `knows` is true:
-        tokens then come `margin` times as fast. Kept until times are added: most steps ask no more than this."""
+        answers are then `margin` times as fast in the mean, see planner.py. Kept until times are added: most steps ask
+        no more than this."""
         least = self._least.get((rows, margin))
         if least is None:
-            alone = self.seconds(rows)
-            counts = range(1, self.most_rows - rows + 1)
-            least = min(((margin * self.seconds(rows, num) / alone - 1.0) * rows / num for num in counts), default=2.0)
+            alone, counts = self.seconds(rows), range(1, self.most_rows - rows + 1)
+            gains = (math.log(margin * self.seconds(rows, num) / alone) * rows / num for num in counts)
+            least = math.expm1(min(gains, default=1.0))
             self._least[rows, margin] = least
         return least
 

@@ -87,12 +87,12 @@ def test_how_likely_a_draft_token_must_be() -> None:
     costs.add(1, 10.0)
     costs.add(2, 15.0)
     costs.add(4, 40.0)
-    # (1 + c) / 15 against 1 / 10; with two more, (1 + 2c) / 27.5, with three (1 + 3c) / 40
+    # at most (1 + c) / 15 against 1 / 10; with two more (1 + c)^2 / 27.5, with three (1 + c)^3 / 40
     assert costs.least_chance(1, 1.0) == pytest.approx(0.5)
-    assert costs.least_chance(1, 1.2) == pytest.approx(1.2 * 1.5 - 1)
+    assert costs.least_chance(1, 1.2) == pytest.approx((1.2 * 4) ** (1 / 3) - 1)
     costs = RowCosts(4)
     costs.add(1, 10.0)
     costs.add(2, 19.0)
     costs.add(4, 19.0)
-    assert costs.least_chance(1, 1.0) == pytest.approx(0.9 / 3)
-    assert costs.least_chance(4, 1.0) == 2.0  # no more than four rows are ever run
+    assert costs.least_chance(1, 1.0) == pytest.approx(1.9 ** (1 / 3) - 1)
+    assert costs.least_chance(4, 1.0) > 1  # no more than four rows are ever run

@@ -95,3 +95,20 @@ def looked_up(seconds: float, seed: int, monkeypatch: pytest.MonkeyPatch) -> int
 def test_where_looking_costs_much_and_gives_little_there_are_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert looked_up(0.0003, 5, monkeypatch) < 1500 / 8
     assert looked_up(0.03, 5, monkeypatch) > 1400
+
+
+def test_what_one_answer_gains_is_not_taken_from_fifteen_others() -> None:
+    """One repeats itself beside others that do not, where a further row costs what each of the first ones does."""
+    loop = Timed(make_config(num_pages=4000, chunk_size=256, max_batch_size=16, max_drafts=7))
+    loop.seconds, total, num_steps = lambda rows: 1.0 + 0.5 * rows, 0.0, 0  # type: ignore[method-assign]
+    for i in range(16):
+        prompt = [*range(20)] if i else REPEATED
+        loop.add(make_request(f"r{i}", prompt, 200, ignore_eos=True, seed=2 * i + 1 if i else 2))
+    while len(loop.last) < 15 and loop.scheduler.has_work:
+        loop.schedule()
+        step = loop.scheduler._in_flight[0]
+        if len(step.rows) == 16 and all(row.is_decode for row in step.rows):
+            total, num_steps = total + loop.seconds(step.num_rows), num_steps + 1
+        loop.commit()
+    assert num_steps > 50
+    assert total <= 1.03 * num_steps * loop.seconds(16)
