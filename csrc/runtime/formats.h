@@ -38,7 +38,8 @@ enum class QType : int32_t {
   MXFP4 = 39,
   NVFP4 = 40,
   Q1_0 = 41,
-  IQ4_K = 139,  // of ik_llama.cpp
+  IQ4_K = 139,  // of ik_llama.cpp, as the next
+  IQ5_K = 140,
   F8_E4M3 = 1000
 };
 
@@ -98,6 +99,7 @@ constexpr FormatInfo kFormats[] = {
     {QType::IQ4_NL, "IQ4_NL", 32, 18, ActForm::Q32, Kernels::Low, 32, kHalves, 256, {0}},
     {QType::IQ4_XS, "IQ4_XS", 256, 136, ActForm::Q256, Kernels::Packed, 256, kHalves, 2176, {0}},
     {QType::IQ4_K, "IQ4_K", 256, 144, ActForm::Q256, Kernels::Packed, 256, kHalves, 2304, {0}},
+    {QType::IQ5_K, "IQ5_K", 256, 176, ActForm::Q256, Kernels::Packed, 256, kHalves, 2816, {0}},
     {QType::IQ2_XXS, "IQ2_XXS", 256, 66, ActForm::Q256, Kernels::Grid, 256, kHalves, 1024, {0}},
     {QType::IQ2_XS, "IQ2_XS", 256, 74, ActForm::Q256, Kernels::Grid, 256, kHalves, 1152, {0}},
     {QType::IQ2_S, "IQ2_S", 256, 82, ActForm::Q256, Kernels::Grid, 256, kHalves, 1280, {0}},

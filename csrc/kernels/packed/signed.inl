@@ -1,9 +1,12 @@
-// Super-blocks of signed values, which codes look up: IQ4_XS and, of ik_llama.cpp, IQ4_K. How they lie in rows and in
-// tiles, and their products with few tokens. Included by a tier file after packing.inl. Blocks in rows:
+// Super-blocks of signed values, which codes look up: IQ4_XS and, of ik_llama.cpp, IQ4_K and IQ5_K. How they lie in
+// rows and in tiles, and their products with few tokens. Included by a tier file after packing.inl. Blocks in rows:
 //   IQ4_XS 136 B / 256: half d; 6-bit sc[8] in 2 + 4 B; nibbles qs[128]                   w = d (sc - 32) table[q]
 //   IQ4_K  144 B / 256: half d; a bit b for every 16 weights in 2 B; 6-bit sc[16] in 4 + 8 B; nibbles qs[128]
 //                                                                                   w = d (sc - 32) (table[q] + 4 b)
-// and in a tile (see packed.inl), after the scales: 32 lines as Q4_K. With the bit b a scale is 2 (sc - 32) + b.
+//   IQ5_K  176 B / 256: the same, nibbles as in Q4_K, then their fifth bits qh[32] as in Q5_K
+//                                                                                   w = d (sc - 32) (table[q] + 2 b)
+// and in a tile (see packed.inl), after the scales: 32 lines as Q4_K, and 8 of fifth bits as Q5_K. With the bit b a
+// scale is 2 (sc - 32) + b.
 
 namespace {
 
@@ -128,6 +131,42 @@ struct PackedIQ4K : PackedIqk<PackedIQ4K, FormatIQ4K> {
   }
 };
 template <> struct Kernel<QType::IQ4_K> : KernelSigned<PackedIQ4K> {};
+
+constexpr int8_t kIq5Values[32] = {-126, -114, -103, -92, -83, -74, -65, -57, -50, -43, -36, -30, -24, -18, -12, -6,
+                                   -1,   5,    11,   17,  23,  29,  36,  43,  51,  59,  68,  77,  87,  97,  109, 121};
+struct FormatIQ5K {
+  static constexpr int bytes = 176, subs = 16, d_at = 0;
+  static constexpr bool has_min = false;
+  static constexpr const int8_t* table = kIq5Values;
+  template <int S> static vb chunk(const uint8_t* p) {
+    const vb x = loadb(p + 16 + 32 * (S / 2)), high = loadb(p + 144);
+    const vb low = S % 2 == 0 ? andb(x, 15) : shr_mask<4>(x, 15);
+    if constexpr (S < 4) return orb(low, mask_shl<4 - S>(high, 1 << S));
+    return orb(low, shr_mask<(S < 4 ? 0 : S - 4)>(high, 16));
+  }
+};
+template <> constexpr int kShiftAt<FormatIQ5K> = 1;
+template <> struct Dequantizer<QType::IQ5_K> : IqkDequantizer<FormatIQ5K> {};
+// Values of nibbles, what makes those of codes from 16 on of them, and a mask of bits 0.
+template <uint8_t FLIP> constexpr ByteTable kIq5First(kIq5Values, FLIP);
+constexpr ByteTable make_iq5_change() {
+  ByteTable table(kIq5Values, 0), second(kIq5Values + 16, 0);
+  for (int i = 0; i < 16; ++i) table.v[i] = static_cast<uint8_t>(table.v[i] ^ second.v[i]);
+  return table;
+}
+constexpr int8_t kOnlyFirst[16] = {-1};
+constexpr ByteTable kIq5Change = make_iq5_change(), kUnlessSet(kOnlyFirst, 0);
+struct PackedIQ5K : PackedIqk<PackedIQ5K, FormatIQ5K> {
+  static constexpr int upper_bits = 1;
+  static constexpr int64_t bytes = 256 + 2048 + 512, bits = 256 + 2048;
+  template <uint8_t FLIP, int IS_HIGH> static wb values(const uint8_t* p, int g, int i, wb nibbles) {
+    const wb fifth = bits_from(load_wb(p + bits + 128 * g + 64 * IS_HIGH), i, 1);
+    const wb mask = lookup16(fifth, kUnlessSet.v), change = lookup16(nibbles, kIq5Change.v);
+    // change & ~mask: nothing where the fifth bit is 0
+    return xor_bytes(lookup16(nibbles, kIq5First<FLIP>.v), xor_bytes(mask, or_bytes(change, mask)));
+  }
+};
+template <> struct Kernel<QType::IQ5_K> : KernelSigned<PackedIQ5K> {};
 
 // ---- products with few tokens ----
 

@@ -26,6 +26,12 @@ _IQ4_K_VALUES = (
     (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
     (-123, -100, -79, -61, -45, -31, -18, -6, 5, 17, 29, 42, 57, 73, 93, 117),
 )
+_IQ5_K_VALUES = (
+    *(-126, -114, -103, -92, -83, -74, -65, -57, -50, -43, -36, -30, -24, -18, -12, -6),
+    *(-1, 5, 11, 17, 23, 29, 36, 43, 51, 59, 68, 77, 87, 97, 109, 121),
+    *(-124, -112, -101, -90, -81, -72, -63, -55, -48, -41, -34, -28, -22, -16, -10, -4),
+    *(1, 7, 13, 19, 25, 31, 38, 45, 53, 61, 70, 79, 89, 99, 111, 123),
+)
 
 
 def decoded(rows: _Bytes, qtype: QuantType) -> _Float:
@@ -57,10 +63,23 @@ def _iq4_k(block: _Bytes) -> _Parts:
     return np.float32(d), scales, values
 
 
-SUB_BLOCKS: Mapping[QuantType, Callable[[_Bytes], _Parts]] = {QuantType.IQ4_K: _iq4_k}
+def _iq5_k(block: _Bytes) -> _Parts:
+    d, extra, *data = struct.unpack("<eH4B8B128B32B", block.tobytes())
+    upper, lower, codes, fifths = data[:4], data[4:12], data[12:140], data[140:]
+    scales, values = [], []
+    for sub in range(16):
+        scales.append((lower[sub // 2] >> 4 * (sub % 2) & 15) + 16 * (upper[sub // 4] >> 2 * (sub % 4) & 3) - 32)
+        first, row = 16 * (sub % 2), []
+        for j in range(first, first + 16):
+            nibble = codes[32 * (sub // 4) + j] >> 4 * (sub // 2 % 2) & 15
+            row.append(_IQ5_K_VALUES[32 * (extra >> sub & 1) + 16 * (fifths[j] >> sub // 2 & 1) + nibble])
+        values.append(row)
+    return np.float32(d), scales, values
+
+
+SUB_BLOCKS: Mapping[QuantType, Callable[[_Bytes], _Parts]] = {QuantType.IQ4_K: _iq4_k, QuantType.IQ5_K: _iq5_k}
 """By type that the package does not decode, what reads a block of 256 weights in sub-blocks."""
 
 
 def _products(d: np.float32, scales: list[int], values: list[list[int]]) -> _Float:
-    each = [d * np.float32(scale) * np.float32(v) for scale, sub in zip(scales, values, strict=True) for v in sub]
-    return np.array(each, dtype=np.float32)
+    return ((d * np.array(scales, dtype=np.float32))[:, None] * np.array(values, dtype=np.float32)).reshape(-1)

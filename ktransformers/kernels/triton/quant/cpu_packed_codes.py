@@ -43,6 +43,7 @@ Q5_1 = constant(int(QuantType.Q5_1))
 IQ4_NL = constant(int(QuantType.IQ4_NL))
 IQ4_XS = constant(int(QuantType.IQ4_XS))
 IQ4_K = constant(int(QuantType.IQ4_K))
+IQ5_K = constant(int(QuantType.IQ5_K))
 TQ1_0 = constant(int(QuantType.TQ1_0))
 TQ2_0 = constant(int(QuantType.TQ2_0))
 NVFP4 = constant(int(QuantType.NVFP4))
@@ -56,16 +57,24 @@ def _bytes_of(*values: int) -> int:
 # The 16 values of IQ4, plus 128, as the bytes of words.
 IQ4_0, IQ4_4 = constant(_bytes_of(1, 24, 45, 63)), constant(_bytes_of(79, 93, 106, 118))
 IQ4_8, IQ4_12 = constant(_bytes_of(129, 141, 153, 166)), constant(_bytes_of(181, 197, 217, 241))
+# The 32 values of IQ5.
+IQ5_0, IQ5_4 = constant(_bytes_of(2, 14, 25, 36)), constant(_bytes_of(45, 54, 63, 71))
+IQ5_8, IQ5_12 = constant(_bytes_of(78, 85, 92, 98)), constant(_bytes_of(104, 110, 116, 122))
+IQ5_16, IQ5_20 = constant(_bytes_of(127, 133, 139, 145)), constant(_bytes_of(151, 157, 164, 171))
+IQ5_24, IQ5_28 = constant(_bytes_of(179, 187, 196, 205)), constant(_bytes_of(215, 225, 237, 249))
 
 
 # What is static is Python's: of plain numbers.
 #: Numbers of the ggml types that the readers of this module know, beside those of weights in groups.
 CODE_TYPES = tuple(
     int(QuantType[name])
-    for name in ("Q2_K", "Q3_K", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "IQ4_XS", "IQ4_K", "TQ1_0", "TQ2_0", "NVFP4", "Q1_0")
+    for name in (
+        *("Q2_K", "Q3_K", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "IQ4_XS", "IQ4_K", "IQ5_K"),
+        *("TQ1_0", "TQ2_0", "NVFP4", "Q1_0"),
+    )
 )
-_TABLES = (int(QuantType.IQ4_XS), int(QuantType.IQ4_NL), int(QuantType.IQ4_K), int(QuantType.NVFP4))
-_SHIFTED_TABLES = (int(QuantType.IQ4_K),)
+_SHIFTED_TABLES = (int(QuantType.IQ4_K), int(QuantType.IQ5_K))
+_TABLES = (int(QuantType.IQ4_XS), int(QuantType.IQ4_NL), int(QuantType.NVFP4), *_SHIFTED_TABLES)
 
 
 @static
@@ -102,10 +111,14 @@ def super_word(base, group, i, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
     """Return `code_word` of types with blocks of 256 columns."""
     SIZE: tl.constexpr = tile_bytes(TYPE, K)
     block, g = head_bytes(TYPE, K) + group // 4 * block_bytes(TYPE), group % 4
-    if TYPE == IQ4_XS or TYPE == IQ4_K:
-        SCALES: tl.constexpr = 256 if TYPE == IQ4_K else 128
+    if TYPE == IQ4_XS or TYPE == IQ4_K or TYPE == IQ5_K:
+        SCALES: tl.constexpr = 128 if TYPE == IQ4_XS else 256
         word = line_words(base, block + SCALES + 64 * (8 * g + i % 8), n, mask, SIZE)
-        return word >> (4 * (i // 8)) & 0x0F0F0F0F
+        word = word >> (4 * (i // 8)) & 0x0F0F0F0F
+        if TYPE == IQ5_K:
+            fifth = line_words(base, block + 2304 + 128 * g + 64 * (i // 8), n, mask, SIZE)
+            word = word | (fifth >> (i % 8) & 0x01010101) << 4
+        return word
     if TYPE == TQ1_0:
         step = 16 * g + i
         return ternary_digits(line_words(base, block + 64 * (step // 5), n, mask, SIZE), step % 5)
@@ -159,14 +172,15 @@ def super_scales(base, group, q, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
     if TYPE == TQ1_0 or TYPE == TQ2_0:
         s, m = d, d
     else:
-        if TYPE == Q3_K or TYPE == IQ4_K:
+        if TYPE == Q3_K or TYPE == IQ4_K or TYPE == IQ5_K:
             pair = byte_pairs(base, block + 32 * (2 * g + q // 2), n, mask, SIZE) >> (8 * (q % 2))
         else:
             pair = byte_pairs(base, block + 32 * g, n, mask, SIZE) >> (8 * (q // 2))
         scale = (pair << 24) >> 24
-        if TYPE == IQ4_K:  # twice the scale, plus the bit that adds 4 to values
+        if TYPE == IQ4_K or TYPE == IQ5_K:  # twice the scale, plus the bit that adds 4 or 2 to values
+            SHIFT: tl.constexpr = 4 if TYPE == IQ4_K else 2
             s = d * (scale >> 1).to(tl.float32)
-            m = s * ((scale & 1) * -4).to(tl.float32)
+            m = s * ((scale & 1) * -SHIFT).to(tl.float32)
         else:
             s = d * scale.to(tl.float32)
             m = 4.0 * s
@@ -208,20 +222,33 @@ def code_scales(base, group, q, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
 
 
 @jit
-def iq4_bytes(word):
-    """Return the values of IQ4, plus 128, for four codes in bytes."""
+def values_of_16(word, first, second, third, fourth):
+    """Return what a table of 16 bytes, in four words, has for four codes in bytes."""
     pairs = word | (word >> 4)
     nibbles = permute_bytes(pairs, pairs, 0x2020)  # the four of them side by side
     below, chosen = nibbles & 0x7777, ((nibbles >> 1) & 0x4444) | 0x3210
-    low, high = permute_bytes(IQ4_0, IQ4_4, below), permute_bytes(IQ4_8, IQ4_12, below)
+    low, high = permute_bytes(first, second, below), permute_bytes(third, fourth, below)
     return permute_bytes(low, high, chosen)
+
+
+@jit
+def table_bytes(word, TYPE: tl.constexpr):
+    """Return the values of IQ4 or IQ5, plus 128, for four codes in bytes."""
+    if TYPE == IQ5_K:
+        nibbles = word & 0x0F0F0F0F
+        low = values_of_16(nibbles, IQ5_0, IQ5_4, IQ5_8, IQ5_12)
+        high = values_of_16(nibbles, IQ5_16, IQ5_20, IQ5_24, IQ5_28)
+        values = low ^ ((low ^ high) & ((word >> 4 & 0x01010101) * 255))
+    else:
+        values = values_of_16(word, IQ4_0, IQ4_4, IQ4_8, IQ4_12)
+    return values
 
 
 @jit
 def number(word, one, b: tl.constexpr, TYPE: tl.constexpr):
     """Return what the code in byte b of a word stands for, as fp32."""
-    if TYPE == IQ4_XS or TYPE == IQ4_NL or TYPE == IQ4_K:
-        u = shifted(iq4_bytes(word), 15 - 8 * b) & 0x7F8000
+    if TYPE == IQ4_XS or TYPE == IQ4_NL or TYPE == IQ4_K or TYPE == IQ5_K:
+        u = shifted(table_bytes(word, TYPE), 15 - 8 * b) & 0x7F8000
         return (u | one).to(tl.float32, bitcast=True) * 256.0 - 384.0  # 256 (1 + u / 256), of u = value + 128: exact
     if TYPE == NVFP4:
         return e2m1(word, 8 * b)
