@@ -85,7 +85,8 @@ class SchedulerConfig:
     layers. snapshot_interval: tokens between snapshots inside of a prompt, 0 for none; snapshot_align: all are taken
     behind multiples of it.
     tiers: where pages go besides; None: they are forgotten when the cache needs room.
-    max_drafts: most draft tokens of a row, see scheduler/drafting; 0: none.
+    max_drafts: most draft tokens of a row, see scheduler/drafting; 0: none. drafts_in_engine: the engine has a drafter,
+    which finds them.
     num_stages: processes that steps pass one after another. With several, as many steps are under way, each with a
     share of the sequences.
     """
@@ -106,6 +107,7 @@ class SchedulerConfig:
     max_gap_ms: float = 0.0
     num_stages: int = 1
     max_drafts: int = 0
+    drafts_in_engine: bool = False
 
     def __post_init__(self) -> None:
         positive = ("num_pages", "page_size", "chunk_size", "max_batch_size", "vocab_size", "snapshot_align")

@@ -174,7 +174,13 @@ class SchedulerDriver:
         elapsed = now - (self._busy_since or self._began_steps.get(result.step_id, now))
         self._began_steps.pop(result.step_id, None)
         updates = self.scheduler.commit(
-            result.step_id, result.results, result.prompt_logprobs, result.tiers, result.row_seconds, elapsed
+            result.step_id,
+            result.results,
+            result.prompt_logprobs,
+            result.tiers,
+            result.row_seconds,
+            elapsed,
+            result.draft_seconds,
         )
         self._busy_since = now if self.scheduler.has_work else 0.0
         self._note_first_tokens(updates)

@@ -32,10 +32,15 @@ __all__ = [
     "RowResult",
     "ScheduledSequence",
     "SchedulerStats",
+    "UNKNOWN",
     "StepPlan",
     "StepResult",
     "counts_in",
 ]
+
+
+UNKNOWN = -1
+"""Stands in a plan for a draft token that the engine finds itself."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +94,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, kw_only=True):
     is_sampled: the logits of the last token choose the sequence's next token.
     num_drafts: the row's last tokens, so many, are draft tokens. A token is then sampled behind each of the last 1 +
     num_drafts tokens, one after the other, for as long as the one before it is the next draft token. The states in
-    front of these are in `saves`.
+    front of these are in `saves`. Draft tokens that are UNKNOWN are found by the engine's drafter before the step.
     read_slot, write_slot, saves: of recurrent layers, -1 and empty without: the slot of the state before the first
     token (-1: none, it begins with zeros), the one for the state behind the last, and (token of the row, slot) for
     states behind others.
@@ -172,7 +177,7 @@ def counts_in(data: bytes) -> Iterator[tuple[int, int, int]]:
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a step, filled by the engine: one result per sampled row, in the order of the rows.
 
-    seconds: how long the step took. experts: (token, expert) pairs computed, layer calls, distinct experts of each
+    seconds: how long the step took; draft_seconds: what of that went by finding its draft tokens. experts: (token, expert) pairs computed, layer calls, distinct experts of each
     call, added up; of this step. expert_counts: the rows of each expert, see `counts_in`. hot: what is new of experts
     in slots of GPUs: those that decode steps used, those of them that had a slot, uploads, bytes of these. tiers: None
     without any. recovering: True of no step: the engine has lost its cache and all steps that it was sent, and computes
@@ -183,6 +188,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     results: Sequence[RowResult]
     prompt_logprobs: Sequence[PromptLogprobs] = ()
     seconds: float = 0.0
+    draft_seconds: float = 0.0
     experts: tuple[int, int, int] = (0, 0, 0)
     expert_counts: bytes = b""
     hot: tuple[int, int, int, int] = (0, 0, 0, 0)

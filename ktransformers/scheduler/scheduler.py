@@ -93,8 +93,8 @@ class Scheduler:
         self.config = config
         self._pages = PageTables(config)
         self._snapshots = self._pages.snapshots
-        ratio, max_gap = config.max_itl_ratio, config.max_gap_ms / 1000
-        self._throttle = PrefillThrottle(ratio, max_gap) if ratio else None
+        ratio = config.max_itl_ratio
+        self._throttle = PrefillThrottle(ratio, config.max_gap_ms / 1000) if ratio else None
         self._passing = Passing(config.chunk_size)
         self._drafts = DraftPlanner(config)
         self._requests: dict[str, Sequence] = {}
@@ -390,9 +390,10 @@ class Scheduler:
         tiers: TierResult | None = None,
         seconds: float = 0.0,
         elapsed: float = 0.0,
+        draft_seconds: float = 0.0,
     ) -> list[RequestUpdate]:
         """Take in the results of a step: one per sampled row, in order. tiers: what they did. seconds: what the step
-        took, see StepResult; elapsed: since it was planned, or the step before it was committed; 0: nobody knows.
+        took, draft_seconds: see StepResult; elapsed: since it was planned, or the last commit; 0: nobody knows.
 
         Steps are committed in the order in which they were planned. Results of a step that went down with its engine
         are dropped. Raises ValueError for a step that was never planned, out of order, or with too few or many results.
@@ -411,7 +412,7 @@ class Scheduler:
             self._throttle.took(step.num_decodes, step.num_rows - step.num_decodes, seconds)
         if tiers is not None and self._pages.kv_offload is not None:
             self._pages.kv_offload.commit(tiers, step.num_prefilled)
-        self._drafts.add_step(step, elapsed)
+        self._drafts.add_step(step, elapsed, draft_seconds)
         updates, remaining = scored_updates(step.seqs, prompt_logprobs) if prompt_logprobs else [], iter(results)
         for row in step.rows:
             result = next(remaining) if row.is_sampled else None
@@ -427,7 +428,7 @@ class Scheduler:
         if result is not None:
             run.num_pending -= 1 + len(row.drafts)
         if row.drafts:
-            self._take_back(row, max(len(updates) - 1, 0))
+            self._take_back(row, max(len(updates) - 1, 0), is_cut=ends)
         self._pages.publish(seq, run)
         if self._snapshots is not None:
             self._snapshots.publish(run, row.saves)
@@ -435,12 +436,11 @@ class Scheduler:
             self._remove(seq)
         return updates
 
-    def _take_back(self, row: PlannedRow, num_accepted: int) -> None:
+    def _take_back(self, row: PlannedRow, num_accepted: int, *, is_cut: bool) -> None:
         """Accept so many of a row's draft tokens: what was computed behind them is as if it had not been."""
-        run = row.run
-        run.num_drafted = 0
-        run.computed_len += num_accepted
-        run.planned_len = run.computed_len
+        self._drafts.add_row(row.seq, len(row.drafts), num_accepted, is_cut=is_cut)
+        run, computed_len = row.run, row.run.computed_len + num_accepted
+        run.computed_len, run.planned_len, run.num_drafted = computed_len, computed_len, 0
         self._pages.shrink(run)
         if self._snapshots is not None:
             self._snapshots.settle(run, num_accepted, len(row.drafts))

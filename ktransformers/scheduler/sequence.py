@@ -39,8 +39,13 @@ class Drafter(Protocol):
         """Return the chances that its first 1, 2, ... draft tokens, up to `most`, are all right; empty: it has none."""
         ...
 
+    def later(self, most: int) -> list[float]:
+        """Return the chances of draft tokens behind the next token, which is not known yet; empty: it is not worth
+        waiting for that."""
+        ...
+
     def draft(self, most: int) -> list[int]:
-        """Return up to `most` tokens that may come next."""
+        """Return up to `most` tokens that may come next; UNKNOWN ones are found by the engine."""
         ...
 
 

@@ -10,6 +10,9 @@ With experts in RAM a second row reads most of its experts anew, so that a step 
 then only drafts that are nearly sure pay. Where steps read the same weights whatever they carry, most do. Both are
 found out, by timing each number of rows (row_costs.py) and by comparing drafts with what came (acceptance.py).
 
+Where the engine finds the drafts (engine_drafts.py), each further one of a step's longest draft takes it a step of its
+own, whose time is measured, too. Nothing is learnt of drafts that are not run, so that a few always are.
+
 Looking for drafts takes time, too, which counts where steps take less than a millisecond. Where hardly any is accepted
 it pauses for as long as that makes it cheap.
 """
@@ -24,8 +27,9 @@ from dataclasses import dataclass
 from ktransformers.scheduler.batch import PlannedStep
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.drafting.acceptance import AcceptanceRates
+from ktransformers.scheduler.drafting.engine_drafts import MAX_STREAK, EngineDrafts
 from ktransformers.scheduler.drafting.prompt_lookup import MAX_MATCH, PromptLookup
-from ktransformers.scheduler.drafting.row_costs import RowCosts
+from ktransformers.scheduler.drafting.row_costs import DraftCost, RowCosts
 from ktransformers.scheduler.sequence import Drafter, Sequence
 
 __all__ = ["MARGIN", "DraftPlanner"]
@@ -33,8 +37,8 @@ __all__ = ["MARGIN", "DraftPlanner"]
 MARGIN = 1.05
 """How many times as fast answers must become, in the mean: what is known of times and acceptance is not exact."""
 
-_LIKELY = 0.5
-"""The chance of a draft token from which on it is worth waiting to see whether it is right."""
+_PROBE = 128
+"""Steps of decodes after which the engine drafts once more, though it did not pay: texts change."""
 
 _WINDOW = 32
 """Steps after which it is decided whether to pause."""
@@ -70,6 +74,9 @@ class DraftPlanner:
         self.most, self._chunk_size, self._has_stages = config.max_drafts, config.chunk_size, config.num_stages > 1
         max_rows = min(config.max_running * (1 + self.most), config.chunk_size)
         self._rates, self._costs = AcceptanceRates(MAX_MATCH), RowCosts(max_rows)
+        self._by_engine = config.drafts_in_engine
+        self._engine_rates, self._draft_cost = AcceptanceRates(MAX_STREAK, max(self.most - 1, 1)), DraftCost()
+        self._num_undrafted = 0  # steps since the engine last drafted
         self._num_steps = self._num_tokens = self._num_accepted = 0  # of the window
         self._pause = 0  # steps that are left of it
 
@@ -81,11 +88,22 @@ class DraftPlanner:
         if seq.drafter is not None and not self._pause and len(seq.drafter) == seq.known_len - 1:
             seq.drafter.add(seq.token_ids[-1])
 
-    def add_step(self, step: PlannedStep, seconds: float) -> None:
-        """Note what a step took, with all that lies between steps. Its tokens come later."""
+    def add_row(self, seq: Sequence, num_drafted: int, num_accepted: int, *, is_cut: bool) -> None:
+        """Note what became of a row's draft tokens. is_cut: the answer ended, so that some were not looked at."""
+        if isinstance(seq.drafter, EngineDrafts):
+            seq.drafter.took(num_drafted, num_accepted, is_cut=is_cut)
+
+    def add_step(self, step: PlannedStep, seconds: float, draft_seconds: float = 0.0) -> None:
+        """Note what a step took, with all that lies between steps, and what of that the engine took to find draft
+        tokens. The step's tokens come later."""
         if not self.most or not all(row.is_decode for row in step.rows):
             return
-        self._costs.add(step.num_rows, seconds)
+        self._costs.add(step.num_rows, seconds - draft_seconds)
+        if draft_seconds > 0:
+            self._draft_cost.add(max(len(row.drafts) for row in step.rows), draft_seconds)
+        if self._by_engine:
+            self._num_undrafted = 0 if any(row.drafts for row in step.rows) else self._num_undrafted + 1
+            return
         if self._pause:
             self._pause -= 1
             return
@@ -104,6 +122,9 @@ class DraftPlanner:
         if not self.most or self._pause or prefills or not self._may_pay(decodes):
             return [[] for _ in decodes]
         counts = self._counts([self._chances(seq, self._most_of(seq)) for seq in decodes])
+        if self._is_due and not any(counts):
+            self._engine_rates.doubt()
+            counts = [int(self._most_of(seq) > 0) for seq in decodes]
         return [self._drafter(seq).draft(count) if count else [] for seq, count in zip(decodes, counts, strict=True)]
 
     def _may_pay(self, decodes: Seq[Sequence]) -> bool:
@@ -115,7 +136,11 @@ class DraftPlanner:
             if seq.run is None or seq.run.num_pending or not seq.completion_len:
                 return False
             likeliest = max(likeliest, *self._chances(seq, min(self._most_of(seq), 1)), 0.0)
-        return likeliest > self._costs.least_chance(len(decodes), MARGIN)
+        return likeliest > self._costs.least_chance(len(decodes), MARGIN) or self._is_due
+
+    @property
+    def _is_due(self) -> bool:
+        return self._num_undrafted >= _PROBE
 
     def awaits_tokens(self, running: Seq[Sequence], decodes: Seq[Sequence], prefills: Seq[Sequence]) -> bool:
         """Whether the step in flight is to be committed before the next one is planned: it runs draft tokens, or the
@@ -132,14 +157,14 @@ class DraftPlanner:
         chances = []
         for seq in decodes:
             most = self._most_of(seq)
-            later = self._chances(seq, most + 1) if most else []
-            is_likely = bool(later) and later[0] > _LIKELY
-            chances.append([chance / later[0] for chance in later[1:]] if is_likely else [])
-        return any(self._counts(chances))
+            chances.append(self._drafter(seq).later(most) if most else [])
+        return any(self._counts(chances)) or (self._is_due and bool(decodes))
 
     def _drafter(self, seq: Sequence) -> Drafter:
         drafter = seq.drafter
-        if drafter is None:
+        if drafter is None and self._by_engine and not seq.request.prediction_ids:
+            drafter = seq.drafter = EngineDrafts(seq.known_len, self._engine_rates)
+        elif drafter is None:
             drafter = seq.drafter = PromptLookup(seq.token_ids, self._rates, seq.request.prediction_ids)
         elif len(drafter) < seq.known_len:  # behind a pause
             drafter.extend(seq.token_ids[len(drafter) :])
@@ -163,9 +188,11 @@ class DraftPlanner:
         drafts = [draft for i, one in enumerate(chances) for draft in _drafts_of(i, one)]
         drafts.sort(key=lambda draft: (-draft.gain, draft.depth))
         gain, best, chosen, alone = 0.0, rows * math.log(MARGIN), 0, costs.seconds(rows)
+        deepest, per_step = 0, self._draft_cost.seconds
         for num, draft in enumerate(drafts[: min(self._chunk_size, costs.most_rows) - rows], 1):
             gain += draft.gain
-            left = gain - rows * math.log(costs.seconds(rows, num) / alone)
+            deepest = max(deepest, draft.depth + 1)
+            left = gain - rows * math.log((costs.seconds(rows, num) + deepest * per_step) / alone)
             if left > best:
                 best, chosen = left, num
         for draft in drafts[:chosen]:

@@ -33,6 +33,9 @@ MAX_CANDIDATES = 8
 PACE = 4096
 """Tokens that are put into chains at a time, which takes a millisecond: a long prompt is not drafted from at once."""
 
+_LIKELY = 0.5
+"""The chance of a draft token from which on it is worth waiting to see whether it is right."""
+
 
 class PromptLookup:
     """A Drafter of one sequence, from its own tokens.
@@ -88,6 +91,11 @@ class PromptLookup:
     def chances(self, most: int) -> list[float]:
         """Return the chances of the first tokens of `draft`, see Drafter.chances."""
         return self._rates.chances(self.match_len, most) if self.match_len else []
+
+    def later(self, most: int) -> list[float]:
+        """Return the chances behind the next token, see Drafter.later: none where that is hardly the drafted one."""
+        later = self.chances(most + 1)
+        return [chance / later[0] for chance in later[1:]] if later and later[0] > _LIKELY else []
 
     def draft(self, most: int) -> list[int]:
         """Return `most` tokens that may come next, none without a match. Where they reach the sequence's end they begin

@@ -13,7 +13,7 @@ from statistics import median
 
 from ktransformers.scheduler.step_times import pooled, size_of
 
-__all__ = ["RowCosts"]
+__all__ = ["DraftCost", "RowCosts"]
 
 _KEPT = 7
 """Times of a size that count: their median does."""
@@ -26,6 +26,20 @@ _LIFETIME = 1024
 
 _FIRST_SLOPE, _LATER_SLOPE = 0.1, 0.9
 """What a row more is assumed to add: of what a row takes, where nothing larger is known; of what the last one did."""
+
+
+class DraftCost:
+    """The seconds that the engine takes to find one more token of a step's drafts; 0 where it finds none, or nobody
+    knows yet."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque(maxlen=_KEPT)
+        self.seconds = 0.0
+
+    def add(self, depth: int, seconds: float) -> None:
+        """Note what finding a step's drafts took, of which the longest has `depth` tokens."""
+        self._times.append(seconds / depth)
+        self.seconds = median(self._times)
 
 
 class RowCosts:

@@ -17,7 +17,15 @@ import msgspec
 from ktransformers.cache.tiers import PAGE, STATE
 from ktransformers.core import FinishReason, SamplingParams
 from ktransformers.scheduler.config import SchedulerConfig, TierConfig
-from ktransformers.scheduler.records import NewSequence, Request, RequestUpdate, RowResult, ScheduledSequence, StepPlan
+from ktransformers.scheduler.records import (
+    UNKNOWN,
+    NewSequence,
+    Request,
+    RequestUpdate,
+    RowResult,
+    ScheduledSequence,
+    StepPlan,
+)
 from ktransformers.scheduler.scheduler import Scheduler
 from ktransformers.scheduler.tier_records import TierPlan, TierResult
 
@@ -170,7 +178,10 @@ class FakeTiers:
 
 
 class FakeEngine:
-    """Runs steps in order. salt_of: the engine is not told salts; the test is."""
+    """Runs steps in order. salt_of: the engine is not told salts; the test is. guess: its drafter, which finds the
+    token behind these; None: it has none."""
+
+    guess: Callable[[Sequence[int], int | None], int] | None = None
 
     def __init__(self, config: SchedulerConfig, salt_of: Callable[[str], str], disk: FakeDisk | None = None):
         self.config, self.salt_of = config, salt_of
@@ -201,13 +212,26 @@ class FakeEngine:
             assert start.run_id not in self.runs
             assert start.params.seed is not None
             self.runs[start.run_id] = _Run(start, self.salt_of(start.request_id), list(start.token_ids))
-        self._write(plan.rows)
-        self._advance(plan.rows)
-        for row in plan.rows:
+        rows = [self._drafted(row) for row in plan.rows]
+        self._write(rows)
+        self._advance(rows)
+        for row in rows:
             self._read(row)
-        sampled = [self._sample(row) for row in plan.rows if row.is_sampled]
+        sampled = [self._sample(row) for row in rows if row.is_sampled]
         self.previous, self.previous_id = [tokens[-1] for tokens in sampled], plan.step_id
         return [RowResult(first, more=[RowResult(token) for token in more]) for first, *more in sampled]
+
+    def _drafted(self, row: ScheduledSequence) -> ScheduledSequence:
+        """The row with its draft tokens, where the engine is to find them: for as long as it may guess."""
+        if UNKNOWN not in row.token_ids:
+            return row
+        assert self.guess is not None, "no drafter"
+        assert list(row.token_ids[-row.num_drafts :]) == [UNKNOWN] * row.num_drafts
+        run = self.runs[row.run_id]
+        known = list(run.token_ids)
+        for _ in range(row.num_drafts):
+            known.append(self.guess(known, run.start.params.seed))
+        return msgspec.structs.replace(row, token_ids=[*row.token_ids[: -row.num_drafts], *known[-row.num_drafts :]])
 
     def _fed(self, row: ScheduledSequence) -> list[int]:
         """All tokens of the row's sequence as the step has them, draft tokens at their end."""

@@ -1,0 +1,205 @@
+"""Draft tokens that the engine finds: the scheduler says how many, learns from how many were right, and what they cost."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import msgspec
+import pytest
+
+from ktransformers.scheduler.config import SchedulerConfig
+from ktransformers.scheduler.drafting.acceptance import AcceptanceRates
+from ktransformers.scheduler.drafting.engine_drafts import EngineDrafts
+from ktransformers.scheduler.drafting.row_costs import DraftCost
+from ktransformers.scheduler.records import UNKNOWN
+from tests.support.servers.fake_engine import VOCAB_SIZE, FakeEngine, Loop, make_config, make_request, next_token
+
+
+class Guessing(Loop):
+    """A loop whose engine drafts tokens of which `share` are right, and whose steps take what is said of them."""
+
+    share = 1.0
+    seconds: Callable[[int], float] = staticmethod(lambda rows: 1.0)
+    per_draft = 0.0
+    total = 0.0
+
+    def __init__(self, config: SchedulerConfig):
+        super().__init__(config)
+        self.rng = random.Random(1)
+        self.watch(self.engine)
+
+    def watch(self, engine: FakeEngine) -> None:
+        engine.guess = self.guess
+
+    def guess(self, token_ids: Sequence[int], seed: int | None) -> int:
+        token = next_token(token_ids, seed)
+        return token if self.rng.random() < self.share else (token + 1) % VOCAB_SIZE
+
+    def commit(self):  # type: ignore[no-untyped-def]
+        step = self.scheduler._in_flight[0]
+        draft_seconds = self.per_draft * max(len(row.drafts) for row in step.rows)
+        elapsed = self.seconds(step.num_rows) + draft_seconds
+        self.total += elapsed
+        step_id, results, tiers = self.results.pop(0)
+        updates = self.scheduler.commit(
+            step_id, results, (), tiers, seconds=elapsed, elapsed=elapsed, draft_seconds=draft_seconds
+        )
+        self.scheduler.check_integrity()
+        for update in updates:
+            self.hear(update)
+        return updates
+
+
+def guessing(max_drafts: int = 4, **changes: object) -> Guessing:
+    values = {"num_pages": 600, "chunk_size": 64, "max_drafts": max_drafts, "drafts_in_engine": True}
+    return Guessing(make_config(**(values | changes)))
+
+
+def run(loop: Guessing, num_streams: int = 1, max_tokens: int = 300) -> Guessing:
+    for i in range(num_streams):
+        loop.add(make_request(f"r{i}", range(5, 15), max_tokens, ignore_eos=True, seed=2 * i + 1))
+    loop.drain()
+    loop.check_answers()
+    return loop
+
+
+def test_the_plan_says_how_many_and_the_engine_which() -> None:
+    loop = guessing()
+    loop.add(make_request("a", range(5, 15), 60, ignore_eos=True))
+    seen = 0
+    while loop.scheduler.has_work:
+        plan = loop.schedule()
+        assert plan is not None
+        for row in plan.rows:
+            assert list(row.token_ids).count(UNKNOWN) == row.num_drafts
+            seen += row.num_drafts
+        loop.commit()
+    loop.check_answers()
+    stats = loop.scheduler.stats()
+    assert stats.num_drafted == seen
+    assert stats.num_accepted == loop.engine.num_accepted == 60 - (loop.scheduler._next_step - 1) > 20
+
+
+def test_right_drafts_are_taken_as_long_as_they_are() -> None:
+    loop = run(guessing())
+    assert loop.total < 300 / 4.5  # five tokens a step, once that is known
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2])
+def test_wrong_drafts_cost_next_to_nothing(share: float) -> None:
+    loop = guessing()
+    loop.share, loop.per_draft, loop.seconds = share, 0.1, lambda rows: 0.5 + 0.5 * rows  # type: ignore[method-assign]
+    run(loop, max_tokens=900)
+    assert loop.total < 1.03 * 900
+    assert loop.scheduler.stats().num_drafted >= 6  # tried again now and then
+
+
+def test_what_a_draft_token_takes_the_engine_counts() -> None:
+    """Rows cost nothing here: with drafts that cost next to nothing all are run, with costly ones hardly any."""
+    cheap, costly = guessing(), guessing()
+    for loop, seconds in ((cheap, 0.02), (costly, 0.9)):
+        loop.share, loop.per_draft = 0.7, seconds
+        run(loop, max_tokens=500)
+    assert cheap.total < 300
+    assert costly.total < 520
+    assert cheap.scheduler.stats().num_drafted > 10 * costly.scheduler.stats().num_drafted
+
+
+def test_a_request_with_a_prediction_has_its_drafts_from_there() -> None:
+    loop = guessing()
+    request = make_request("a", range(5, 15), 40, ignore_eos=True)
+    loop.add(msgspec.structs.replace(request, prediction_ids=list(range(30))))
+    loop.engine.guess = None  # nobody asks it
+    loop.drain()
+    loop.check_answers()
+
+
+CONFIGS = {
+    "pages": make_config(num_pages=24, page_size=4, chunk_size=16, max_drafts=5, drafts_in_engine=True),
+    "few pages": make_config(num_pages=12, page_size=4, chunk_size=16, max_drafts=5, drafts_in_engine=True),
+    "states": make_config(
+        num_pages=40, chunk_size=16, max_drafts=3, num_states=24, snapshot_align=8, drafts_in_engine=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("seed", range(4))
+def test_drafts_of_the_engine_change_no_answer(name: str, seed: int) -> None:
+    """Requests come and go, are preempted, suspended and resumed, and the engine dies."""
+    rng, loop = random.Random(seed), Guessing(CONFIGS[name])
+    loop.share = 0.7
+    for i in range(12):
+        loop.add(make_request(f"r{i}", range(8), rng.randrange(1, 30), ignore_eos=rng.random() < 0.5, seed=i))
+        for _ in range(rng.randrange(12)):
+            if not loop.results or rng.random() < 0.3:
+                loop.schedule()
+            if loop.results:
+                loop.commit()
+            name_of = rng.choice(list(loop.requests))
+            if rng.random() < 0.05:
+                loop.preempt(name_of)
+            elif rng.random() < 0.05 and name_of not in loop.last:
+                loop.suspend(name_of)
+        for other in loop.requests:
+            loop.resume(other)
+        if rng.random() < 0.1:
+            loop.crash()
+            loop.watch(loop.engine)
+    loop.drain()
+    loop.check_answers()
+    assert loop.scheduler.stats().num_accepted > 0
+
+
+def test_rates_have_two_keys() -> None:
+    rates = AcceptanceRates(2, 3)
+    assert rates.chances(0, 2) == [0.6, 0.36]
+    for _ in range(2000):
+        rates.add(0, True, 0)
+        rates.add(0, False, 1)
+        rates.add(5, True, 7)  # as the largest keys there are
+    first, second = rates.chances(0, 2)
+    assert first > 0.99
+    assert second < 0.01
+    assert rates.chances(1, 1) == [0.6]
+    assert rates.chances(2, 4)[3] == pytest.approx(0.6**3, rel=0.01)
+
+
+def test_what_was_not_tried_for_long_is_doubted() -> None:
+    rates = AcceptanceRates(2, 3)
+    for _ in range(500):
+        rates.add(0, False)
+    for _ in range(20):
+        rates.add(0, True)
+    assert rates.chances(0, 1)[0] < 0.1
+    rates.doubt()
+    for _ in range(20):
+        rates.add(0, True)
+    assert rates.chances(0, 1)[0] > 0.7
+
+
+def test_a_sequence_learns_by_its_streak() -> None:
+    rates = AcceptanceRates(4, 3)
+    drafts = EngineDrafts(10, rates)
+    drafts.took(3, 3, is_cut=False)
+    assert drafts.streak == 3
+    drafts.took(3, 1, is_cut=True)  # the end: nobody looked at the others
+    assert drafts.streak == 4
+    before = rates.chances(4, 2)
+    drafts.took(3, 1, is_cut=False)
+    assert drafts.streak == 0
+    assert rates.chances(4, 2)[0] > before[0]
+    assert rates.chances(4, 2)[1] < before[1]
+    drafts.add(5)
+    drafts.extend([6, 7])
+    assert len(drafts) == 13
+    assert drafts.draft(2) == [UNKNOWN, UNKNOWN]
+
+
+def test_the_median_of_a_draft_tokens_seconds_counts() -> None:
+    cost = DraftCost()
+    assert cost.seconds == 0
+    for depth, seconds in ((1, 1.0), (4, 8.0), (2, 1000.0)):
+        cost.add(depth, seconds)
+    assert cost.seconds == 2.0
