@@ -6,7 +6,6 @@ import logging
 import os
 import platform
 import stat
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,8 +30,6 @@ __all__ = [
     "check_threads",
     "cpu_name",
     "hot_slots",
-    "user_cache_dir",
-    "user_state_dir",
     "why_crowded",
 ]
 
@@ -95,7 +92,7 @@ CONTEXT_OVERFLOWS = ("drop", "error")
 KV_DISK_SIZE_GB = 20.0
 """GiB of files with pages when nothing is said."""
 
-SPECULATIVES = ("auto", "off", "ngram")
+SPECULATIVES = ("auto", "off", "ngram", "draft", "mtp")
 """What `--speculative` accepts, the default first."""
 
 SPECULATIVE_TOKENS = 7
@@ -164,34 +161,6 @@ def why_crowded(number: int) -> str | None:
     if quota is not None and quota < number:
         return f"{number} worker threads share the {quota:g} CPUs of this control group's quota; {remedy}"
     return f"{number} worker threads share {cpus} CPUs and wait for each other, up to fifty times slower; {remedy}"
-
-
-def user_cache_dir(system: str = sys.platform, environ: Mapping[str, str] = os.environ) -> Path:
-    """Return this program's folder, below the user's, for what can be made again. It need not exist.
-
-    XDG_CACHE_HOME or ~/.cache (freedesktop.org's base directories), ~/Library/Caches on macOS, LOCALAPPDATA on Windows.
-    """
-    home = Path.home()
-    if system == "darwin":
-        return home / "Library" / "Caches" / "ktransformers"
-    if system == "win32":
-        return Path(environ.get("LOCALAPPDATA") or home / "AppData" / "Local") / "ktransformers" / "Cache"
-    named = environ.get("XDG_CACHE_HOME", "")
-    return (Path(named) if named and Path(named).is_absolute() else home / ".cache") / "ktransformers"
-
-
-def user_state_dir(system: str = sys.platform, environ: Mapping[str, str] = os.environ) -> Path:
-    """Return this program's folder, below the user's, for what should outlive a session. It need not exist.
-
-    XDG_STATE_HOME or ~/.local/state, ~/Library/Application Support on macOS, LOCALAPPDATA on Windows.
-    """
-    home = Path.home()
-    if system == "darwin":
-        return home / "Library" / "Application Support" / "ktransformers"
-    if system == "win32":
-        return Path(environ.get("LOCALAPPDATA") or home / "AppData" / "Local") / "ktransformers" / "State"
-    named = environ.get("XDG_STATE_HOME", "")
-    return (Path(named) if named and Path(named).is_absolute() else home / ".local" / "state") / "ktransformers"
 
 
 _MAX_COUNT = (1 << 31) - 1
@@ -328,8 +297,10 @@ class EngineConfig:
         "" for processes of this machine. stage_key_file: what the driver proves to them that it is one with.
     tensor_parallel: GPUs over which attention and dense parts of every layer are cut, a process each.
     speculative: where draft tokens come from, which steps run behind the known one and which are accepted where they
-        are what is sampled anyway: "ngram", what followed the last tokens where they stood before; "auto", that on the
-        CPU; "off". Answers are the same.
+        are what is sampled anyway: "ngram", what followed the last tokens where they stood before; "draft", from
+        draft_model, a smaller model with the same tokens, a GGUF or a folder; "mtp", from the model's own layers for
+        multi-token prediction; "auto", draft_model if there is one, else as "ngram" on the CPU; "off". Answers are the
+        same.
     speculative_tokens: draft tokens of a sequence in a step at most; as many as pay are taken.
     """
 
@@ -366,6 +337,7 @@ class EngineConfig:
     self_check: bool = True
     speculative: str = SPECULATIVES[0]
     speculative_tokens: int = SPECULATIVE_TOKENS
+    draft_model: Path | None = None
     tensor_parallel: int = 1
     pipeline: int = 1
     pipeline_layers: str = ""
@@ -379,7 +351,7 @@ class EngineConfig:
         """
         if needs_model and self.model_path is None and self.gguf_path is None:
             raise ConfigError("no model given: pass --model_path (a folder) or --gguf_path (a file or folder)")
-        for flag in ("model_path", "gguf_path"):
+        for flag in ("model_path", "gguf_path", "draft_model"):
             path = getattr(self, flag)
             if path is not None:
                 _check_path(flag, Path(path))
@@ -406,10 +378,12 @@ class EngineConfig:
             raise ConfigError(f"--cpu_quant {self.cpu_quant} is not one of {', '.join(CPU_QUANT_TYPES)}")
         self._check_choices()
         self._check_parallel()
+        self._check_drafter()
         return replace(
             self,
             model_path=None if self.model_path is None else Path(self.model_path),
             gguf_path=None if self.gguf_path is None else Path(self.gguf_path),
+            draft_model=None if self.draft_model is None else Path(self.draft_model),
             kv_disk_path=None if self.kv_disk_path is None else Path(self.kv_disk_path),
             stage_key_file=None if self.stage_key_file is None else Path(self.stage_key_file),
             cpu_quant=None if self.cpu_quant is None else self.cpu_quant.lower(),
@@ -418,8 +392,22 @@ class EngineConfig:
     def max_drafts(self, why_not: str | None = None) -> int:
         """Return the most draft tokens of a sequence in a step; 0: none. why_not: what speaks against them where nobody
         asks for any."""
-        is_off = self.speculative == "off" or (self.speculative == "auto" and why_not is not None)
+        is_off = self.speculative == "off" or (self.drafter == "auto" and why_not is not None)
         return 0 if is_off else self.speculative_tokens
+
+    @property
+    def drafter(self) -> str:
+        """What drafts: `speculative`, but that a draft model is asked for where one is named."""
+        return "draft" if self.speculative == "auto" and self.draft_model is not None else self.speculative
+
+    def _check_drafter(self) -> None:
+        if (self.drafter == "draft") != (self.draft_model is not None):
+            missing = f"--speculative {self.speculative} uses no draft model: leave --draft_model out"
+            needs = "--speculative draft needs a model that drafts: name it with --draft_model"
+            raise ConfigError(needs if self.draft_model is None else missing)
+        if self.drafter in ("draft", "mtp") and (self.pipeline > 1 or self.tensor_parallel > 1):
+            flag = "pipeline" if self.pipeline > 1 else "tensor_parallel"
+            raise ConfigError(f"--{flag} goes with draft tokens from the text alone: take --speculative ngram")
 
     def _check_choices(self) -> None:
         choices = {"cpu_prefill": CPU_PREFILLS, "cpu_bf16": CPU_BF16S, "attention_backend": ATTENTION_BACKENDS}

@@ -23,8 +23,8 @@ from ktransformers.cli.chat.input import UserTurn
 from ktransformers.cli.chat.prompt_history import PromptHistory, open_history
 from ktransformers.cli.chat.settings import PARAMETERS
 from ktransformers.cli.chat.terminal import TerminalSource
-from ktransformers.config import user_state_dir
 from ktransformers.errors import ConfigError
+from ktransformers.system.user_folders import user_state_dir
 
 CTRL_C, CTRL_D, CTRL_R, UP, ALT_ENTER, TAB = "\x03", "\x04", "\x12", "\x1b[A", "\x1b\r", "\t"
 

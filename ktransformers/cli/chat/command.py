@@ -35,9 +35,9 @@ from ktransformers.cli.parsing.options import (
     set_up_logging,
     with_default_model,
 )
-from ktransformers.config import user_state_dir
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.hub.locate import title_of
+from ktransformers.system.user_folders import user_state_dir
 
 if TYPE_CHECKING:
     from ktransformers.cli.chat.input import TurnSource, UserTurn

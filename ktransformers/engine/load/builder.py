@@ -5,11 +5,15 @@ The order matters: everything that can be refused is refused before the first we
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
+from dataclasses import replace
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import Progress
 from ktransformers.engine.damage.scan import DamageScan
+from ktransformers.engine.drafting.draft_model import DraftModelForward
+from ktransformers.engine.drafting.drafter import ModelDrafter
 from ktransformers.engine.load.loaded import Engine, LoadedModel, LoadedPart
 from ktransformers.engine.load.stages import (
     CapturedModel,
@@ -31,6 +35,7 @@ from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.engine.step.snapshots import snapshot_interval
 from ktransformers.engine.step.step_runtime import StepRuntime
+from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.common.compiling import loading
 from ktransformers.operators.base import ExpertStats
 from ktransformers.optimize.plan import Plan
@@ -44,6 +49,8 @@ __all__ = [
     "build_worker",
     "plan_model",
 ]
+
+logger = logging.getLogger(__name__)
 
 
 def plan_model(config: EngineConfig, opened: OpenedModel | None = None, hardware: Hardware | None = None) -> Plan:
@@ -84,9 +91,11 @@ def build_engine(
     cache_plan = CachePlan.of(opened, max_batch_size, page_size)
     built = _build(opened, cache_plan, hardware, progress, stats, ranks)
     cache = built.cache
+    drafter = None if opened.draft is None else _load_drafter(opened.draft, built, progress)
     runner = ModelRunner(built.forward, built.decode, ranks.step_broadcast(), begins_ahead=ranks.begins_ahead)
     executor = _executor(built, runner, stats)
     executor.mend_model = lambda: _mend(ranks, runner)
+    executor.drafter = drafter
     executor.find_damage = DamageScan(opened.config).said
     longest = opened.facts.longest_sequence(cache.num_slots)
     interval = snapshot_interval(max(cache.num_states - max_batch_size, 0), longest)
@@ -130,6 +139,31 @@ def _executor(built: CapturedModel, runner: ModelRunner, stats: ExpertStats) -> 
     return executor
 
 
+def _load_drafter(draft: OpenedModel, target: CapturedModel, progress: Progress | None) -> ModelDrafter:
+    """Load the model that drafts, on the CPU, with the target's threads, and with a cache of its pages.
+
+    Errors as `build_engine`; the target is closed then.
+    """
+    pool, cache = target.forward.pool, target.cache
+    config = replace(draft.config, cache_lens=cache.num_slots, chunk_size=target.config.chunk_size)
+    with ExitStack() as undo:
+        undo.callback(pool.close)
+        undo.callback(target.plan.devices.close)
+        hardware = Hardware.detect(config)
+        plan = CachePlan(max_batch_size=2, size=cache.page_size)  # several sequences have just the slots that are asked
+        built = _build(replace(draft, config=config), plan, hardware, progress, shared=pool)
+        undo.pop_all()
+    logger.info("draft tokens come from %s", built.model.description)
+    forward = DraftModelForward(
+        ModelRunner(built.forward, built.decode),
+        built.cache,
+        max_rows=built.config.chunk_size,
+        longest=draft.facts.longest_sequence(cache.num_slots),
+        vocab_size=target.model.vocab_size,
+    )
+    return ModelDrafter(forward, pool, keeps_prefixes=target.config.prefix_cache)
+
+
 def _mend(ranks: Ranks, runner: ModelRunner) -> None:
     ranks.recover()
     runner.recovered()
@@ -149,11 +183,13 @@ def _build(
     progress: Progress | None,
     stats: ExpertStats | None = None,
     ranks: Ranks | None = None,
+    shared: WorkerPool | None = None,
 ) -> CapturedModel:
-    """What engines and their parts are made of. Errors as `build_engine`; whatever was started is stopped then."""
+    """What engines and their parts are made of. shared: see `plan_part`. Errors as `build_engine`; whatever was started
+    is stopped then."""
     part = open_part(opened, hardware, ranks or Alone())
     with loading(), ExitStack() as undo:
-        planned = plan_part(part, cache_plan, stats or ExpertStats(), undo)
+        planned = plan_part(part, cache_plan, stats or ExpertStats(), undo, shared)
         loaded = load_weights(planned, progress)
         arranged = arrange_model(loaded)
         captured = capture_steps(arranged, progress)

@@ -93,6 +93,7 @@ class Engine(LoadedModel):
             snapshot_interval=self.snapshot_interval,
             tiers=self.tiers,
             max_drafts=self.max_drafts,
+            drafts_in_engine=self.executor.drafter is not None,
         )
 
     @property
@@ -101,7 +102,7 @@ class Engine(LoadedModel):
         return any(entry.placement.generate_device != "cpu" for entry in self.plan.entries)
 
     def __post_init__(self) -> None:
-        if self.config.speculative == "auto" and self.why_not_drafted is not None:
+        if self.config.drafter == "auto" and self.why_not_drafted is not None:
             logger.info("no draft tokens: %s; --speculative ngram has them anyway", self.why_not_drafted)
 
     @property

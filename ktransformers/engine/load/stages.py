@@ -173,13 +173,16 @@ def open_part(opened: OpenedModel, hardware: Hardware | None, ranks: Ranks) -> O
     return OpenedPart(replace(opened, config=config), model, hardware, ranks)
 
 
-def plan_part(part: OpenedPart, cache_plan: CachePlan, stats: ExpertStats, undo: ExitStack) -> PlannedPart:
-    """Plan where all of a part goes. undo: gets what has to be closed when a later stage fails. Raises CapacityError
-    when it does not fit, and what planning raises."""
+def plan_part(
+    part: OpenedPart, cache_plan: CachePlan, stats: ExpertStats, undo: ExitStack, shared: WorkerPool | None = None
+) -> PlannedPart:
+    """Plan where all of a part goes. undo: gets what has to be closed when a later stage fails. shared: whose threads
+    it computes with; its own when None. Raises CapacityError when it does not fit, and what planning raises."""
     config, opened = part.config, part.opened
     undo.callback(part.ranks.close)
-    pool = _new_pool(config.cpu_infer, config.cpu_activations)
-    undo.callback(pool.close)
+    pool = shared or _new_pool(config.cpu_infer, config.cpu_activations)
+    if shared is None:
+        undo.callback(pool.close)
     planned, hardware = Planner(opened, pool, cache_plan, stats).settle(part.hardware)
     plan, num_slots = planned.plan, planned.num_slots
     plan.check_fits()

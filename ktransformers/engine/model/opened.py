@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 from ktransformers.config import EngineConfig
 from ktransformers.engine.model.card import ModelCard, card_of
 from ktransformers.engine.model.config_checks import check_layers, check_parameters
+from ktransformers.engine.model.draft_model import check_same_tokens, draft_config
 from ktransformers.engine.model.file_layouts import note_layout
 from ktransformers.engine.model.skeleton import build_skeleton, check_kinds, check_model_type, load_hf_config
-from ktransformers.errors import ConfigError, FormatError, UnsupportedError, reason_of
+from ktransformers.errors import ConfigError, FormatError, UnsupportedError, WeightError, reason_of
 from ktransformers.models.composite import take_text_config, text_config_of
 from ktransformers.models.config_fields import token_ids
 from ktransformers.models.facts import ModelFacts
@@ -79,7 +80,8 @@ class OpenedModel:
     states: of these files when they were opened, and of the code that came with the model where it is run.
     shares: what of its modules' results are shares of sums, where it is one process's part of a model that is cut.
     hf_config: for transformers' own modules; everything else asks `facts`. stored: bytes in the files by type.
-    has_head: whether the files say what follows a text; without, the model makes embeddings only.
+    has_head: whether the files say what follows a text; without, the model makes embeddings only. draft: the model that
+    drafts for this one, None without.
     """
 
     config: EngineConfig
@@ -93,6 +95,7 @@ class OpenedModel:
     stored: Mapping[str, int] = field(default_factory=dict)
     partial_sums: PartialSums | None = None
     has_head: bool = True
+    draft: OpenedModel | None = None
 
 
 def open_model(config: EngineConfig) -> OpenedModel:
@@ -122,9 +125,28 @@ def open_model(config: EngineConfig) -> OpenedModel:
         source, files = SafetensorsSource(stored, facts, parameters), [file.path for file in stored.files]
     check_parameters(model, source, shapes)
     states, nbytes = _states(config, files), _bytes_by_type(gguf, stored)
+    draft = None if config.drafter != "draft" else _open_draft(config)
     return OpenedModel(
-        config, model.config, facts, gguf, model, source, tuple(files), states, nbytes, has_head=has_head
+        config, model.config, facts, gguf, model, source, tuple(files), states, nbytes, has_head=has_head, draft=draft
     )
+
+
+def _open_draft(config: EngineConfig) -> OpenedModel:
+    """The model that drafts. Raises as `open_model`, and UnsupportedError for one that cannot."""
+    assert config.draft_model is not None
+    try:
+        opened = open_model(draft_config(config))
+    except (ConfigError, WeightError) as error:
+        kind = UnsupportedError if isinstance(error, UnsupportedError) else ConfigError
+        raise kind(f"--draft_model {config.draft_model}: {error}") from error
+    if opened.facts.has_states:
+        raise UnsupportedError(
+            f"--draft_model {config.draft_model} ({opened.facts.model_type}) has recurrent layers, whose states cannot "
+            "go back to the last right token; take a model with attention alone"
+        )
+    if not opened.has_head:
+        raise UnsupportedError(f"--draft_model {config.draft_model} makes embeddings and generates no text")
+    return opened
 
 
 def _states(config: EngineConfig, files: Sequence[Path]) -> tuple[FileState, ...]:
@@ -208,6 +230,8 @@ def _hf_config(config: EngineConfig, gguf: GGUFModel | None, path: Path) -> Pret
 def describe_model(opened: OpenedModel) -> ModelDescription:
     """Describe an opened model by its facts, its tokenizer loaded. Raises ConfigError."""
     tokenizer, defaults = _load_tokenizer(opened), _generation_defaults(opened)
+    if opened.draft is not None:
+        check_same_tokens(tokenizer, _load_tokenizer(opened.draft), str(opened.config.draft_model))
     facts = opened.facts
     return ModelDescription(
         tokenizer=tokenizer,

@@ -17,7 +17,7 @@ from ktransformers.config import EngineConfig, hot_slots
 from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.engine.model.skeleton import cache_shapes
 from ktransformers.engine.plan.attention import choose_attention, materialization_nbytes
-from ktransformers.engine.plan.cache_plan import CachePlan
+from ktransformers.engine.plan.cache_plan import CachePlan, DraftMemory
 from ktransformers.engine.plan.kv_types import KvTypes
 from ktransformers.engine.plan.tier_plan import tier_bytes
 from ktransformers.engine.step.cuda_graph_runner import CudaGraphs, GraphBackend
@@ -163,6 +163,7 @@ class Planner:
     cache_plan: CachePlan
     expert_stats: ExpertStats = field(default_factory=ExpertStats)
     _rules: list[Rules] = field(default_factory=list, init=False, repr=False, compare=False)
+    _drafts: list[DraftMemory] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def settle(self, hardware: Hardware) -> tuple[Planned, Hardware]:
         """Return the plan on `hardware`, or on its CPU alone where that fits, GPUs do not, and nobody asked for
@@ -223,6 +224,8 @@ class Planner:
         if num_states:
             extra["states"] = StateCache.size_by_place(state_shapes(shapes), num_states)
         self.cache_plan.check_tiers(shapes, opened.config)
+        if opened.draft is not None:
+            extra["draft model"] = self._draft_memory(opened.draft, hardware).nbytes(num_slots)
         if tier_bytes(opened.config):
             extra["kv tiers"] = {"cpu": tier_bytes(opened.config)}
         used = sorted({entry.placement.generate_device for entry in plan.entries})
@@ -254,6 +257,14 @@ class Planner:
             plan, streamings = with_streaming(replace(again, extra_bytes=plan.extra_bytes), streamings)
         plan, hots = with_hot_slots(plan, hots)
         return Planned(plan, chunk_size, streamings, shapes, num_slots, num_states, filling, transfer, hots)
+
+    def _draft_memory(self, draft: OpenedModel, hardware: Hardware) -> DraftMemory:
+        """What the model that drafts takes beside its target."""
+        if not self._drafts:  # planned once: it is the same on the CPU wherever the target goes
+            planner = Planner(draft, None, self.cache_plan)
+            plan, shapes = planner._weights(hardware.without_gpus(), Choices())
+            self._drafts.append(DraftMemory(plan.weight_bytes, tuple(shapes)))
+        return self._drafts[0]
 
     def _fill(self, plan: Plan) -> tuple[Filling, tuple[HotSlots, ...]]:
         """What goes to the room that a plan leaves on GPUs: slots for the experts of all layers, and whole layers.

@@ -19,7 +19,6 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from ktransformers.cache.hot_experts import MAX_UPLOADS, HotCosts, HotExperts
-from ktransformers.config import user_cache_dir
 from ktransformers.engine.model.fingerprint import ModelIdentity
 from ktransformers.engine.step.expert_streaming import PrefillTools
 from ktransformers.errors import KernelError
@@ -34,6 +33,7 @@ from ktransformers.operators.experts.streamed import PrefillLayer
 from ktransformers.optimize.hot_slots import HotSlots
 from ktransformers.optimize.plan import Plan
 from ktransformers.system.file_kinds import size_of
+from ktransformers.system.user_folders import user_cache_dir
 
 __all__ = ["HotFile", "HotGpu", "HotService", "open_hot"]
 

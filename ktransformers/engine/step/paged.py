@@ -21,6 +21,7 @@ from ktransformers.engine.damage.errors import NotFiniteError
 from ktransformers.engine.sampling.logits_request import StepLogits
 from ktransformers.engine.sampling.sampler import RequestSampler, TokenMask, sample_each, token_logprobs
 from ktransformers.engine.step.context import OneTokenStep, paged_context
+from ktransformers.engine.step.drafts import EngineDrafter, computed_rows, with_drafts
 from ktransformers.engine.step.executor_runs import (
     FIRST_ROW,
     ONE_KEPT,
@@ -97,10 +98,12 @@ class PagedExecutor:
     set between steps. new_runtime: makes what records what is below Python, for a recorder. tiers: what is below the
     cache. hand_over: called in steps that do not run apart, once others may have Python: right before they are
     computed. take_hot: what is new of experts in slots of GPUs, see StepResult.hot; after each step. mend_model: see
-    Ranks.recover. find_damage: what to say of the weights where logits or an embedding are no numbers.
+    Ranks.recover. drafter: finds draft tokens that a plan leaves to the engine. find_damage: what to say of the weights
+    where logits or an embedding are no numbers.
     """
 
     recorder: Recorder | None = None
+    drafter: EngineDrafter | None = None
     tiers: TieredCache | None = None
     counts_experts = True
     hand_over: Callable[[], None] | None = None
@@ -140,6 +143,8 @@ class PagedExecutor:
         self._runs.clear()
         self._previous = []
         self._begun.clear()
+        if self.drafter is not None:
+            self.drafter.reset()
         if self.tiers is not None:
             self.tiers.reset()
 
@@ -208,8 +213,7 @@ class PagedExecutor:
         `recover` helps.
         """
         began_ns = time.monotonic_ns()
-        for run_id in plan.ended:
-            self._runs.pop(run_id, None)
+        self._end(plan.ended)
         if plan.tiers is not None and self.tiers is not None:
             self.tiers.run(plan.tiers)
         if not plan.rows:
@@ -218,17 +222,20 @@ class PagedExecutor:
         inputs = self._begun.pop(plan.step_id, None) or self._inputs(plan, self._step)
         for index, source in inputs.sources:
             inputs.token_ids.numpy()[index] = self._previous[source]
+        rows, draft_seconds = with_drafts(self.drafter, plan.rows, inputs)
         self.runner.meanwhile = meanwhile or self.hand_over
         kept, recorder = inputs.kept, self.recorder
         if recorder is not None:
             recorder.begin_step(plan.step_id, plan.num_tokens, [kept.rows[at] for at in kept.sampled])
-        logits = self._forward(plan.rows, inputs)
+        logits = self._forward(rows, inputs)
         sampling_ns = time.monotonic_ns()
-        results = self._sample(plan.rows, inputs.runs, rows_of(logits, kept.sampled, len(kept.rows)))
-        results = self._embedded(plan.rows, inputs.runs, results)
+        results = self._sample(rows, inputs.runs, rows_of(logits, kept.sampled, len(kept.rows)))
+        results = self._embedded(rows, inputs.runs, results)
         self._previous = [_last_token(result) for result in results]
         sampling_ns = time.monotonic_ns() - sampling_ns
         scored = [self._score(row, _whole(logits)[at : at + count]) for row, at, count in kept.scored]
+        if self.drafter is not None:
+            self.drafter.observe(computed_rows(rows, inputs, results))
         ended_ns = time.monotonic_ns()
         if recorder is not None:
             drawn = [sum(1 for _ in result.tokens) for result in results]
@@ -239,11 +246,18 @@ class PagedExecutor:
             results=results,
             prompt_logprobs=scored,
             seconds=(ended_ns - began_ns) / 1e9,
+            draft_seconds=draft_seconds,
             experts=experts,
             expert_counts=counts,
             hot=self.take_hot(),
             tiers=self._tier_result((ended_ns - copied_ns) / 1e9),
         )
+
+    def _end(self, run_ids: Sequence[int]) -> None:
+        """Drop the state of runs."""
+        ended = [(run_id, run) for run_id in run_ids if (run := self._runs.pop(run_id, None)) is not None]
+        if self.drafter is not None and ended:
+            self.drafter.end([(run_id, run.told) for run_id, run in ended])
 
     def _experts_used(self) -> tuple[tuple[int, int, int], bytes]:
         """What StepResult has of experts, since this was asked last."""

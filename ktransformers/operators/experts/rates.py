@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 
-from ktransformers.config import user_cache_dir
 from ktransformers.kernels.cpu import MoeKernel
 from ktransformers.operators.experts.split import NEVER, CpuRate, PrefillRates, threshold_of
 from ktransformers.operators.experts.streamed import ExpertPrefill
+from ktransformers.system.user_folders import user_cache_dir
 
 __all__ = ["CpuTimer", "RatesFile", "calibrate", "describe_rates", "measure_rates"]
 

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import msgspec
 
-from ktransformers.config import user_cache_dir
 from ktransformers.core import format_bytes
 from ktransformers.errors import WeightError, reason_of
 from ktransformers.system.cores import physical_cores
 from ktransformers.system.user_files import read_own
+from ktransformers.system.user_folders import user_cache_dir
 from ktransformers.weights.digests.states import FileState, state_of
 
 __all__ = ["CHUNK_BYTES", "WeightDigest", "exact_fingerprint", "files_digest"]

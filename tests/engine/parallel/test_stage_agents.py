@@ -218,9 +218,9 @@ def test_a_signal_ends_it_whoever_is_waiting() -> None:
     ("data", "says"),
     [
         (b"", r"closed the connection before it had answered.*busy"),
-        (b"kt-stage 1\n", r"closed the connection before it had answered.*busy"),
-        (b"kt-stage 1\n" + bytes(32), r"closed the connection before it had answered.*busy"),
-        (b"kt-stage 1\n" + bytes(64), r"another secret\): is --stage_key_file the same"),
+        (b"kt-stage 2\n", r"closed the connection before it had answered.*busy"),
+        (b"kt-stage 2\n" + bytes(32), r"closed the connection before it had answered.*busy"),
+        (b"kt-stage 2\n" + bytes(64), r"another secret\): is --stage_key_file the same"),
         (b"SSH-2.0-OpenSSH_9.6\r\n", r"is no `ktransformers stage` of this version"),
         (None, r"did not answer within 0 s: it is busy"),
     ],

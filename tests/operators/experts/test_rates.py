@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ktransformers.config import user_cache_dir
 from ktransformers.operators.experts.rates import CpuTimer, RatesFile, calibrate, measure_rates
 from ktransformers.operators.experts.split import NEVER, CpuRate, PrefillRates
 from ktransformers.operators.experts.streamed import PrefillShape
+from ktransformers.system.user_folders import user_cache_dir
 
 RATES = PrefillRates(5e-5, 1e-8, CpuRate((1, 8), (1e-5, 2e-5)), CpuRate((1, 8), (2e-5, 3e-5)))
 KEY = {"cpu": "a", "threads": 2}

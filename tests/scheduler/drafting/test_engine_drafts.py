@@ -1,4 +1,4 @@
-"""Draft tokens that the engine finds: the scheduler says how many, learns from how many were right, and what they cost."""
+"""Draft tokens that the engine finds: the scheduler says how many, by how many were right and what they cost."""
 
 from __future__ import annotations
 

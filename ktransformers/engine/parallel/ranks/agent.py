@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 LEAST_SECRET = 16
 """Bytes of a secret."""
 
-_GREETING = b"kt-stage 1\n"
+_GREETING = b"kt-stage 2\n"
 _NONCE, _PROOF = 32, 32
 _REFUSAL = bytes(_PROOF)
 """Sent instead of a proof to who has another secret."""
