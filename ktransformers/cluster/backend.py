@@ -351,4 +351,5 @@ def _model_info(facts: Facts, tokenizer: Tokenizer) -> ModelInfo:
         card=ModelCard(**facts.card),
         digest=facts.digest,
         max_drafts=facts.max_drafts,
+        drafter=facts.drafter,
     )

@@ -143,6 +143,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     digest: bytes
     max_running: int
     max_drafts: int = 0
+    drafter: str = "ngram"
 
 
 @dataclass(frozen=True, slots=True)

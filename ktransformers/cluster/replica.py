@@ -110,6 +110,7 @@ class Replica:
             card=_card(model.card),
             digest=model.digest,
             max_drafts=model.max_drafts,
+            drafter=model.drafter,
             max_running=self._backend.max_running,
         )
 

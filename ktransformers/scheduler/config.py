@@ -85,8 +85,8 @@ class SchedulerConfig:
     layers. snapshot_interval: tokens between snapshots inside of a prompt, 0 for none; snapshot_align: all are taken
     behind multiples of it.
     tiers: where pages go besides; None: they are forgotten when the cache needs room.
-    max_drafts: most draft tokens of a row, see scheduler/drafting; 0: none. drafts_in_engine: the engine has a drafter,
-    which finds them.
+    max_drafts: most draft tokens of a row, see scheduler/drafting; 0: none. drafter: what finds them: "ngram", the
+    scheduler itself, in the text; else the engine, by a model that this is the name of.
     num_stages: processes that steps pass one after another. With several, as many steps are under way, each with a
     share of the sequences.
     """
@@ -107,7 +107,7 @@ class SchedulerConfig:
     max_gap_ms: float = 0.0
     num_stages: int = 1
     max_drafts: int = 0
-    drafts_in_engine: bool = False
+    drafter: str = "ngram"
 
     def __post_init__(self) -> None:
         positive = ("num_pages", "page_size", "chunk_size", "max_batch_size", "vocab_size", "snapshot_align")
@@ -124,6 +124,11 @@ class SchedulerConfig:
                 f"a sequence may have {self.max_len} tokens, which leaves no room for a prompt and an answer; "
                 "start with a larger --cache_lens"
             )
+
+    @property
+    def drafts_in_engine(self) -> bool:
+        """Whether the engine finds draft tokens."""
+        return self.drafter != "ngram"
 
     @property
     def max_in_flight(self) -> int:

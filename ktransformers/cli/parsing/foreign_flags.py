@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from ktransformers.cli.parsing.draft_flags import NO_DRAFT_MODELS, NO_JSON, SpeculativeWords, speculative_words
+from ktransformers.cli.parsing.draft_flags import NO_JSON, OTHER_DRAFTERS, SpeculativeWords, speculative_words
 
 __all__ = ["BY_NAME", "FOREIGN_FLAGS", "MODEL", "ForeignFlag"]
 
@@ -334,10 +334,24 @@ _SPECULATIVE = (
             "--speculative_ngram_min_bfs_breadth --speculative_ngram_max_bfs_breadth --speculative_ngram_match_type "
             "--speculative_ngram_branch_length --speculative_ngram_capacity --speculative_num_steps",
             "--speculative_tokens", {ANY: ""}, "", _MATCHES),
-    _choice("--spec_type", "--speculative", {"none": "--speculative=off"} | dict.fromkeys(_NGRAM_TYPES.split(), _NGRAM),
-            NO_DRAFT_MODELS),
-    _choice("--speculative_algorithm --speculative_algo", "--speculative", {"ngram": _NGRAM}, NO_DRAFT_MODELS),
-    _choice("--speculative_model", "--speculative", {"[ngram]": _NGRAM}, NO_DRAFT_MODELS),
+    _choice("--spec_type", "--speculative",
+            {"none": "--speculative=off", "draft": "--speculative=draft", "draft-simple": "--speculative=draft",
+             "mtp": "--speculative=mtp", "draft-mtp": "--speculative=mtp"}
+            | dict.fromkeys(_NGRAM_TYPES.split(), _NGRAM), OTHER_DRAFTERS),
+    _choice("--speculative_algorithm --speculative_algo", "--speculative",
+            {"ngram": _NGRAM, "standalone": "--speculative=draft", "nextn": "--speculative=mtp"}, OTHER_DRAFTERS),
+    _choice("--speculative_model", "--draft_model", {"[ngram]": _NGRAM, ANY: "--draft_model={}"}, ""),
+    _alias("--model_draft -md --hf_repo_draft -hfd -hfrd --speculative_draft_model_path --speculative_draft_model",
+           "--draft_model"),
+    _choice("--n_gpu_layers_draft -ngld --gpu_layers_draft", "--draft_model", {"0": ""},
+            "a draft model runs on the CPU; leave it out"),
+    _choice("--device_draft -devd", "--draft_model", {"none": "", "cpu": ""},
+            "a draft model runs on the CPU; leave it out", "a draft model runs on the CPU anyway"),
+    _choice("--ctx_size_draft -cd", "--draft_model", {ANY: ""}, "",
+            "a draft model's cache has as many tokens as the model's: --cache_lens"),
+    _choice("--speculative_eagle_topk", "--speculative_tokens", {"1": ""},
+            "draft tokens are one sequence here, not a tree; leave it out, or give 1",
+            "draft tokens are one sequence here, not a tree"),
     ForeignFlag(("--speculative_config", "-sc"), "--speculative", error=NO_JSON, read=speculative_words),
 )  # fmt: skip
 
@@ -352,9 +366,6 @@ _UNSUPPORTED = (
              "--model_vocoder -mv", "--gguf_path", _IMAGES),
     _switch("--no_mmproj --no_mmproj_offload --language_model_only", "--gguf_path", "",
             "the model alone is loaded, without what reads images"),
-    _refused("--draft_model --model_draft -md --n_gpu_layers_draft -ngld --gpu_layers_draft --ctx_size_draft -cd "
-             "--hf_repo_draft -hfd -hfrd --device_draft -devd --speculative_draft_model_path --speculative_eagle_topk",
-             "--gguf_path", NO_DRAFT_MODELS),
     _refused("--rope_scaling --rope_scale --rope_freq_base --rope_freq_scale --yarn_orig_ctx --yarn_ext_factor "
              "--hf_overrides --json_model_override_args --override_kv --rope_theta", "--gguf_path", _ROPE),
     _refused("--control_vector --control_vector_scaled", "--gguf_path",

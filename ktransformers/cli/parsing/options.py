@@ -132,7 +132,15 @@ def _add_speculative_flags(group: argparse._ActionsContainer, config: EngineConf
         choices=SPECULATIVES,
         default=config.speculative,
         help="speculative decoding: steps run draft tokens, too, and accept those that are sampled anyway, so that "
-        "answers are the same; ngram: what followed the last tokens before; auto: that, on the CPU (%(default)s)",
+        "answers are the same; ngram: what followed the last tokens before; draft: from --draft_model; mtp: from the "
+        "model's own layers for it; auto: --draft_model if given, else ngram, on the CPU (%(default)s)",
+    )
+    group.add_argument(
+        "--draft_model",
+        type=user_path,
+        metavar="MODEL",
+        help="a smaller model with the same tokens, from which draft tokens come: a GGUF file, a folder, or the name "
+        "of a model in the hub's cache; it runs on the CPU",
     )
     group.add_argument(
         "--speculative_tokens",
@@ -294,7 +302,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     names = [one.name for one in fields(EngineConfig) if hasattr(args, one.name)]
     model_path, gguf_path = model_files(args)
     config = EngineConfig(**{name: getattr(args, name) for name in names if getattr(args, name) is not None})
-    config = replace(config, model_path=model_path, gguf_path=gguf_path)
+    draft_model = _located(args, "draft_model")
+    config = replace(config, model_path=model_path, gguf_path=gguf_path, draft_model=draft_model)
     _check_architecture(getattr(args, "architectures", None), model_path)
     return config
 

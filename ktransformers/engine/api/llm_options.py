@@ -15,7 +15,7 @@ from typing import Any, TypedDict, get_type_hints
 from ktransformers.config import EngineConfig, bundled_model, precision_fields
 from ktransformers.engine.api.option_types import check_types
 from ktransformers.errors import ConfigError, UnsupportedError
-from ktransformers.hub.locate import LocatedModel, locate_model
+from ktransformers.hub.locate import LocatedModel, locate_model, locate_path
 from ktransformers.profiling.capture import MAX_BYTES, ProfileLimits, ProfileTarget
 
 __all__ = ["EngineKeywords", "LLMOptions", "llm_options"]
@@ -62,6 +62,7 @@ class EngineKeywords(TypedDict, total=False):
     self_check: bool
     speculative: str
     speculative_tokens: int
+    draft_model: PathLike | None
     tensor_parallel: int
     pipeline: int
     strict: bool
@@ -146,6 +147,8 @@ def llm_options(
     for name in ("optimize_config_path", "kv_disk_path"):
         if own.get(name) is not None:
             own[name] = Path(own[name])
+    if own.get("draft_model") is not None:
+        own["draft_model"] = locate_path(own["draft_model"], "draft_model")
     files = _files(model, gguf_path, model_path)
     config = EngineConfig(model_path=files.model_path, gguf_path=files.gguf_path, **own)
     return LLMOptions(config, profile=target, **kept)

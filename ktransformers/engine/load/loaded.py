@@ -93,7 +93,7 @@ class Engine(LoadedModel):
             snapshot_interval=self.snapshot_interval,
             tiers=self.tiers,
             max_drafts=self.max_drafts,
-            drafts_in_engine=self.executor.drafter is not None,
+            drafter=self.drafter,
         )
 
     @property
@@ -109,6 +109,11 @@ class Engine(LoadedModel):
     def max_drafts(self) -> int:
         """Most draft tokens of a row; 0: none."""
         return self.config.max_drafts(self.why_not_drafted)
+
+    @property
+    def drafter(self) -> str:
+        """What finds draft tokens, as SchedulerConfig.drafter."""
+        return "ngram" if self.executor.drafter is None else self.config.drafter
 
     @property
     def why_not_drafted(self) -> str | None:

@@ -1,6 +1,6 @@
 """Fields of all dialects about speculative decoding. No answer depends on them, only how many steps it takes.
 
-speculative          auto, ngram: as the server has it (--speculative); off: this answer has no draft tokens
+speculative          auto, ngram, draft, mtp: as the server has it (--speculative); off: this answer has no draft tokens
 speculative_tokens   draft tokens of the answer in a step at most, up to the server's --speculative_tokens
 """
 
@@ -30,7 +30,7 @@ DRAFT_FIELDS: FieldTable = {
 class DraftFields(BaseModel):
     """Base of bodies that have these fields."""
 
-    speculative: Literal["auto", "ngram", "off"] | None = None
+    speculative: Literal["auto", "ngram", "draft", "mtp", "off"] | None = None
     speculative_tokens: Annotated[Whole, Field(ge=0, lt=1 << 31)] | None = None
 
     @property

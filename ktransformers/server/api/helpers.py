@@ -56,6 +56,7 @@ async def server_info(request: Request) -> Response:
             "architecture": model.architecture,
             "description": model.description,
             "max_model_len": model.max_len,
+            "speculative": model.drafter if model.max_drafts else "off",
             "speculative_tokens": model.max_drafts,
             "vocab_size": model.vocab_size,
             "max_running_requests": service.backend.max_running,

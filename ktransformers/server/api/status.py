@@ -44,12 +44,16 @@ def _prefix(stats: BackendStats) -> dict[str, int] | None:
     return {"hits": stats.scheduler.prefix_hit_len, "queries": stats.scheduler.prefix_query_len}
 
 
-def _drafts(service: Service) -> dict[str, int] | None:
-    """Draft tokens since the start; None where the loaded model has none."""
+def _drafts(service: Service) -> dict[str, int | str] | None:
+    """Draft tokens since the start, and what finds them; None where the loaded model has none."""
     if not service.backend.is_ready or not service.backend.model.max_drafts:
         return None
     counts = service.metrics.counts
-    return {"drafted": counts.draft_tokens, "accepted": counts.accepted_tokens}
+    return {
+        "drafter": service.backend.model.drafter,
+        "drafted": counts.draft_tokens,
+        "accepted": counts.accepted_tokens,
+    }
 
 
 def _experts(stats: BackendStats) -> dict[str, Any] | None:

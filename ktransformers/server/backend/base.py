@@ -34,7 +34,8 @@ class ModelInfo:
     max_len: most tokens of one request, prompt and answer together; is_models_limit: no larger cache makes it more.
     default_params: what a request that names no sampling parameters gets, max_tokens excepted. architecture: the class
     name in the model's config.json, if any. embeddings: how they are made.
-    max_drafts: draft tokens of an answer in a step at most; 0: none are run. card: sizes and names for people. digest:
+    max_drafts: draft tokens of an answer in a step at most; 0: none are run. drafter: what finds them:
+    ngram, draft or mtp. card: sizes and names for people. digest:
     32 bytes that models of another kind or settings of their arithmetic do not have, nor most other weights; empty
     where nobody asks. weights: their files, for exact_fingerprint.
     """
@@ -52,6 +53,7 @@ class ModelInfo:
     digest: bytes = b""
     weights: tuple[FileState, ...] = ()
     max_drafts: int = 0
+    drafter: str = "ngram"
 
     @property
     def limits(self) -> Limits:

@@ -72,7 +72,7 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_itl_ratio: float = 0.0
     max_gap_ms: float = 0.0
     max_drafts: int = 0
-    drafts_in_engine: bool = False
+    drafter: str = "ngram"
     parent_pid: int
     commands: str
     news: str
@@ -111,7 +111,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     num_experts: of a layer, at most. expert_bytes: of one routed expert per layer on the CPU, added up. gpu_bytes: see
     ModelCard. profiled: what profiles say of the model. num_states, snapshot_interval, tiers,
-    num_stages, max_drafts, drafts_in_engine: see SchedulerConfig. digest, weights: see ModelInfo.
+    num_stages, max_drafts, drafter: see SchedulerConfig. digest, weights: see ModelInfo.
     """
 
     num_pages: int
@@ -129,7 +129,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     tiers: TierConfig | None = None
     num_stages: int = 1
     max_drafts: int = 0
-    drafts_in_engine: bool = False
+    drafter: str = "ngram"
     profiled: ProfileMeta | None = None
     digest: bytes = b""
     weights: tuple[FileState, ...] = ()

@@ -42,7 +42,7 @@ def load_engine(options: EngineOptions, progress: Progress) -> LoadedEngine:
         tiers=engine.tiers,
         num_stages=engine.config.pipeline,
         max_drafts=engine.max_drafts,
-        drafts_in_engine=engine.executor.drafter is not None,
+        drafter=engine.drafter,
         profiled=model_meta(engine, "balance_serve"),
         digest=engine.identified.sampled.digest,
         weights=engine.identified.weights.states,

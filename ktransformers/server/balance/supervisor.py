@@ -220,7 +220,7 @@ class Supervisor:
             snapshot_interval=facts.snapshot_interval,
             num_stages=facts.num_stages,
             max_drafts=facts.max_drafts,
-            drafts_in_engine=facts.drafts_in_engine,
+            drafter=facts.drafter,
             tiers=facts.tiers,
             max_itl_ratio=config.max_itl_ratio,
             max_gap_ms=config.max_gap_ms,

@@ -40,9 +40,7 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> None:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     kinds = {"moe": ("qwen3_moe", 0), "latent": ("deepseek_v3", 0), "other": ("qwen3_moe", 1)}
-    return {
-        name: write_safetensors(tiny_model(kind, seed=seed), root / name) for name, (kind, seed) in kinds.items()
-    }
+    return {name: write_safetensors(tiny_model(kind, seed=seed), root / name) for name, (kind, seed) in kinds.items()}
 
 
 def engine_of(folder: Path, draft: Path | None = None, **changes: object) -> Engine:
@@ -53,7 +51,7 @@ def engine_of(folder: Path, draft: Path | None = None, **changes: object) -> Eng
 
 def loop_of(engine: Engine, **changes: object) -> PagedLoop:
     config = engine.scheduler_config
-    values = {"max_drafts": config.max_drafts, "drafts_in_engine": config.drafts_in_engine}
+    values = {"max_drafts": config.max_drafts, "drafter": config.drafter}
     values |= {"chunk_size": 64, "max_batch_size": 4}
     return PagedLoop(scheduler_config(engine, **(values | changes)), lambda: engine.executor)
 
@@ -193,7 +191,7 @@ def test_what_cannot_draft_is_refused(tmp_path: Path, folders: dict[str, Path]) 
     recurrent = write_safetensors(recurrent_model("qwen3_next"), tmp_path)
     with pytest.raises(UnsupportedError, match=r"--draft_model .* \(qwen3_next\) has recurrent layers"):
         engine_of(folders["moe"], recurrent)
-    with pytest.raises(ConfigError, match="--draft_model .*nowhere does not exist"):
+    with pytest.raises(ConfigError, match=r"--draft_model .*nowhere does not exist"):
         engine_of(folders["moe"], tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="name it with --draft_model"):
         engine_of(folders["moe"], speculative="draft")

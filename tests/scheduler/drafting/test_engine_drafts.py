@@ -52,7 +52,7 @@ class Guessing(Loop):
 
 
 def guessing(max_drafts: int = 4, **changes: object) -> Guessing:
-    values = {"num_pages": 600, "chunk_size": 64, "max_drafts": max_drafts, "drafts_in_engine": True}
+    values = {"num_pages": 600, "chunk_size": 64, "max_drafts": max_drafts, "drafter": "draft"}
     return Guessing(make_config(**(values | changes)))
 
 
@@ -116,11 +116,9 @@ def test_a_request_with_a_prediction_has_its_drafts_from_there() -> None:
 
 
 CONFIGS = {
-    "pages": make_config(num_pages=24, page_size=4, chunk_size=16, max_drafts=5, drafts_in_engine=True),
-    "few pages": make_config(num_pages=12, page_size=4, chunk_size=16, max_drafts=5, drafts_in_engine=True),
-    "states": make_config(
-        num_pages=40, chunk_size=16, max_drafts=3, num_states=24, snapshot_align=8, drafts_in_engine=True
-    ),
+    "pages": make_config(num_pages=24, page_size=4, chunk_size=16, max_drafts=5, drafter="draft"),
+    "few pages": make_config(num_pages=12, page_size=4, chunk_size=16, max_drafts=5, drafter="draft"),
+    "states": make_config(num_pages=40, chunk_size=16, max_drafts=3, num_states=24, snapshot_align=8, drafter="draft"),
 }
 
 

@@ -39,7 +39,7 @@ class Drafting(ScriptedBackend):
 
     @property
     def model(self) -> ModelInfo:
-        return replace(super().model, max_len=40, max_drafts=4 * self.is_drafting)
+        return replace(super().model, max_len=40, max_drafts=4 * self.is_drafting, drafter="mtp")
 
     async def inference(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         async for event in super().inference(request):
@@ -77,9 +77,9 @@ def test_the_words_are_those_of_the_flag() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"speculative": "eagle"}, "'auto', 'ngram' or 'off'"),
-        ({"speculative": True}, "'auto', 'ngram' or 'off'"),
-        ({"speculative": {"n_max": 3}}, "'auto', 'ngram' or 'off'"),
+        ({"speculative": "eagle"}, "'auto', 'ngram', 'draft', 'mtp' or 'off'"),
+        ({"speculative": True}, "'auto', 'ngram', 'draft', 'mtp' or 'off'"),
+        ({"speculative": {"n_max": 3}}, "'auto', 'ngram', 'draft', 'mtp' or 'off'"),
         ({"speculative_tokens": -1}, "greater than or equal to 0"),
         ({"speculative_tokens": 1 << 31}, "less than"),
         ({"speculative_tokens": "3"}, "valid integer"),
@@ -162,12 +162,13 @@ def test_metrics_status_and_log_count_them(caplog: pytest.LogCaptureFixture) -> 
     _, metrics, status, slots, info = ask(Drafting(*[Script(["a", "b"])] * 2), chat, *looks)
     assert 'vllm:spec_decode_num_draft_tokens_total{model_name="m"} 24.0' in metrics.text
     assert 'vllm:spec_decode_num_accepted_tokens_total{model_name="m"} 6.0' in metrics.text
-    assert status.json()["drafts"] == {"drafted": 24, "accepted": 6}
+    assert status.json()["drafts"] == {"drafter": "mtp", "drafted": 24, "accepted": 6}
     (past,) = status.json()["requests"]
     assert (past["draft_tokens"], past["accepted_tokens"]) == (24, 6)
     assert ", 6 of 24 draft tokens accepted, stop" in caplog.text
     assert [slot["speculative"] for slot in slots.json()] == [True]
     assert info.json()["speculative_tokens"] == 4
+    assert info.json()["speculative"] == "mtp"
 
 
 def test_without_any_nothing_is_said_of_them(caplog: pytest.LogCaptureFixture) -> None:

@@ -383,4 +383,5 @@ def _model_info(described: ModelDescription, facts: EngineFacts) -> ModelInfo:
         digest=facts.digest,
         weights=facts.weights,
         max_drafts=facts.max_drafts,
+        drafter=facts.drafter,
     )

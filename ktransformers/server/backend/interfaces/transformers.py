@@ -82,6 +82,7 @@ class LoadedLoop:
             embeddings=embedding_form(described.card.pooling_type, engine.config.model_path, engine.config.gguf_path),
             card=described.card,
             max_drafts=loop.config.max_drafts,
+            drafter=loop.config.drafter,
         )
         return cls(model, loop, profiled)
 
