@@ -120,7 +120,6 @@ def add_model_flags(parser: argparse.ArgumentParser, *, bounds_requests: bool = 
         default=config.self_check,
         help="compare a model of a family that no test covers with transformers while loading (on)",
     )
-    _add_speculative_flags(group, config)
     _add_division_flags(group, config)
     add_toggle(group, "use_cuda_graph", default=None, help="on a GPU, replay decode steps as one CUDA graph (on)")
 
@@ -276,6 +275,7 @@ def add_plan_flags(group: argparse._ActionsContainer) -> None:
     group.add_argument("--strict", action="store_true", help="a rule that matches nothing is an error")
     group.add_argument("--trust_remote_code", action="store_true", help="run Python files that come with the model")
     group.add_argument("--trust_rules", action="store_true", help="import classes of your own that a rule file names")
+    _add_speculative_flags(group, config)
 
 
 def add_template_flags(group: argparse._ActionsContainer) -> None:
