@@ -28,7 +28,7 @@ from ktransformers.engine.sampling.sampler import RequestSampler
 from ktransformers.engine.step.drafts import ComputedRow, DraftRequest
 from ktransformers.kernels.cpu import WorkerPool
 
-__all__ = ["DraftForward", "DraftOutput", "ModelDrafter", "Piece"]
+__all__ = ["DraftForward", "DraftLimits", "DraftOutput", "ModelDrafter", "Piece"]
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,16 @@ class DraftOutput:
     hidden_states: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class DraftLimits:
+    """What a draft model can do. max_rows: most entries of a step. longest: number of positions. vocab_size: of the
+    target, which its logits are of."""
+
+    max_rows: int
+    longest: int
+    vocab_size: int
+
+
 class DraftForward(Protocol):
     """Runs a draft model's steps. See DraftModelForward."""
 
@@ -74,13 +84,8 @@ class DraftForward(Protocol):
         ...
 
     @property
-    def max_rows(self) -> int:
-        """Most entries of a step."""
-        ...
-
-    @property
-    def longest(self) -> int:
-        """Number of positions that it can do."""
+    def limits(self) -> DraftLimits:
+        """What it can do."""
         ...
 
     def run(self, pieces: Sequence[Piece], *, wants_output: bool) -> DraftOutput | None:
@@ -152,10 +157,12 @@ class ModelDrafter:
 
     def _is_ready(self, request: DraftRequest) -> bool:
         """Whether there is something to run from which draft tokens follow."""
-        if request.position + request.num_drafts > self._forward.longest:
+        if request.position + request.num_drafts > self._forward.limits.longest:
             if not self._has_said:
                 self._has_said = True
-                logger.info("the draft model knows %d positions: nothing is drafted behind", self._forward.longest)
+                logger.info(
+                    "the draft model knows %d positions: nothing is drafted behind", self._forward.limits.longest
+                )
             return False
         shift = self._forward.shift
         run = self._runs.setdefault(request.run_id, _Run(request.position - shift))
@@ -220,7 +227,7 @@ class ModelDrafter:
 
     def _run(self, pieces: Sequence[Piece], *, wants_output: bool) -> DraftOutput | None:
         """Run pieces in steps that are small enough, all but the last entries of each without output."""
-        room, most = self._forward.longest, self._forward.max_rows
+        room, most = self._forward.limits.longest, self._forward.limits.max_rows
         pieces = [piece.cut(0, max(room - piece.start, 0)) for piece in pieces]
         pieces = [piece for piece in pieces if piece.token_ids]
         lasts = list[Piece]()

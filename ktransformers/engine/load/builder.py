@@ -13,7 +13,8 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import Progress
 from ktransformers.engine.damage.scan import DamageScan
 from ktransformers.engine.drafting.draft_model import DraftModelForward
-from ktransformers.engine.drafting.drafter import ModelDrafter
+from ktransformers.engine.drafting.drafter import DraftForward, DraftLimits, ModelDrafter
+from ktransformers.engine.drafting.mtp import MtpForward, MtpModules
 from ktransformers.engine.load.loaded import Engine, LoadedModel, LoadedPart
 from ktransformers.engine.load.stages import (
     CapturedModel,
@@ -145,6 +146,7 @@ def _load_drafter(draft: OpenedModel, target: CapturedModel, progress: Progress 
     Errors as `build_engine`; the target is closed then.
     """
     pool, cache = target.forward.pool, target.cache
+    inputs = None if target.forward.tap is None else MtpModules.of(draft.model)
     config = replace(draft.config, cache_lens=cache.num_slots, chunk_size=target.config.chunk_size)
     with ExitStack() as undo:
         undo.callback(pool.close)
@@ -154,13 +156,13 @@ def _load_drafter(draft: OpenedModel, target: CapturedModel, progress: Progress 
         built = _build(replace(draft, config=config), plan, hardware, progress, shared=pool)
         undo.pop_all()
     logger.info("draft tokens come from %s", built.model.description)
-    forward = DraftModelForward(
-        ModelRunner(built.forward, built.decode),
-        built.cache,
-        max_rows=built.config.chunk_size,
-        longest=draft.facts.longest_sequence(cache.num_slots),
-        vocab_size=target.model.vocab_size,
-    )
+    runner, longest = ModelRunner(built.forward, built.decode), draft.facts.longest_sequence(cache.num_slots)
+    limits = DraftLimits(built.config.chunk_size, longest, target.model.vocab_size)
+    forward: DraftForward
+    if inputs is not None:
+        forward = MtpForward(runner, built.cache, limits, inputs, target.forward)
+    else:
+        forward = DraftModelForward(runner, built.cache, limits)
     return ModelDrafter(forward, pool, keeps_prefixes=target.config.prefix_cache)
 
 

@@ -36,6 +36,7 @@ from ktransformers.engine.step.expert_streaming import open_prefills
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.fused_decode import find_fused_decode
 from ktransformers.engine.step.graph_sizes import replayed_sizes
+from ktransformers.engine.step.hidden import HiddenTap
 from ktransformers.engine.step.hot import HotFile, HotService, open_hot
 from ktransformers.engine.step.layout import (
     StepLayout,
@@ -219,6 +220,8 @@ def arrange_model(loaded: LoadedWeights) -> ArrangedModel:
     forward = ForwardPass(opened.model, pool, loaded.layout)
     if loaded.layout.is_cpu and opened.config.pipeline == 1:
         forward.short = find_fused_decode(opened.model, planned.shapes, pool, loaded.longest)
+    if opened.config.drafter == "mtp":
+        forward.tap = HiddenTap(opened.model)
     return ArrangedModel(loaded, cache, identified, forward)
 
 
@@ -233,6 +236,9 @@ def capture_steps(arranged: ArrangedModel, progress: Progress | None) -> Capture
     sizes = replayed_sizes(rows, plan, loaded.layout, loaded.flash.values(), extent.most_rows, extent.max_batch_size)
     mixed, is_captured = part.ranks.rendezvous(sizes, backend is not None, loaded.layout.entry.torch_device)
     backend = backend if is_captured else None
+    tap = arranged.forward.tap
+    if tap is not None and not loaded.layout.is_cpu:
+        tap.replayed_rows = 2 * extent.max_batch_size + max((size.rows for size in mixed), default=8)
     decode = prepare_decode(arranged.forward, arranged.cache, plan, extent, backend, progress, mixed)
     part.ranks.captured([] if decode is None else decode.sizes)
     config = replace(part.config, cache_lens=planned.num_slots, chunk_size=planned.chunk_size)

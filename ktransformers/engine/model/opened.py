@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from ktransformers.engine.model.card import ModelCard, card_of
 from ktransformers.engine.model.config_checks import check_layers, check_parameters
 from ktransformers.engine.model.draft_model import check_same_tokens, draft_config
 from ktransformers.engine.model.file_layouts import note_layout
+from ktransformers.engine.model.mtp import MtpNames, build_mtp, mtp_config, renamed_gguf, renamed_tensors
 from ktransformers.engine.model.skeleton import build_skeleton, check_kinds, check_model_type, load_hf_config
 from ktransformers.errors import ConfigError, FormatError, UnsupportedError, WeightError, reason_of
 from ktransformers.models.composite import take_text_config, text_config_of
@@ -125,10 +126,42 @@ def open_model(config: EngineConfig) -> OpenedModel:
         source, files = SafetensorsSource(stored, facts, parameters), [file.path for file in stored.files]
     check_parameters(model, source, shapes)
     states, nbytes = _states(config, files), _bytes_by_type(gguf, stored)
-    draft = None if config.drafter != "draft" else _open_draft(config)
-    return OpenedModel(
-        config, model.config, facts, gguf, model, source, tuple(files), states, nbytes, has_head=has_head, draft=draft
+    opened = OpenedModel(
+        config, model.config, facts, gguf, model, source, tuple(files), states, nbytes, has_head=has_head
     )
+    if config.drafter == "draft":
+        return replace(opened, draft=_open_draft(config))
+    return replace(opened, draft=_open_mtp(opened, stored)) if config.drafter == "mtp" else opened
+
+
+def _open_mtp(target: OpenedModel, stored: SafetensorsModel | None) -> OpenedModel:
+    """The target's own layer for multi-token prediction, as a model. Raises UnsupportedError where it has none."""
+    gguf, num_layers = target.gguf, target.facts.num_layers
+    if gguf is not None:
+        names = MtpNames.of_gguf(gguf.tensors, num_layers)
+    else:
+        assert stored is not None
+        names = MtpNames.of_safetensors(stored.tensors, num_layers)
+    if names is None:
+        raise UnsupportedError(
+            f"--speculative mtp: the files of this model ({target.facts.model_type}) hold no layer for multi-token "
+            "prediction; take --speculative ngram, or --draft_model"
+        )
+    config = replace(target.config, use_cuda=False, optimize_config_path=None, self_check=False, speculative="off")
+    hf_config = mtp_config(target.hf_config, has_experts=names.has_experts)
+    facts = _facts_of(hf_config, config.trust_remote_code)
+    if gguf is not None:
+        gguf = renamed_gguf(gguf, names.names)
+        note_layout(hf_config, facts, gguf)
+    model = build_mtp(hf_config, config.trust_remote_code)
+    source: WeightSource
+    if gguf is not None:
+        source = GGUFSource(gguf, facts)
+    else:
+        assert stored is not None
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        source = SafetensorsSource(renamed_tensors(stored, names.names), facts, shapes)
+    return replace(target, config=config, hf_config=model.config, facts=facts, gguf=gguf, model=model, source=source)
 
 
 def _open_draft(config: EngineConfig) -> OpenedModel:
@@ -230,7 +263,7 @@ def _hf_config(config: EngineConfig, gguf: GGUFModel | None, path: Path) -> Pret
 def describe_model(opened: OpenedModel) -> ModelDescription:
     """Describe an opened model by its facts, its tokenizer loaded. Raises ConfigError."""
     tokenizer, defaults = _load_tokenizer(opened), _generation_defaults(opened)
-    if opened.draft is not None:
+    if opened.draft is not None and opened.config.draft_model is not None:
         check_same_tokens(tokenizer, _load_tokenizer(opened.draft), str(opened.config.draft_model))
     facts = opened.facts
     return ModelDescription(

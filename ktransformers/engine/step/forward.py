@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.engine.step.fused_decode import FusedDecode
+from ktransformers.engine.step.hidden import HiddenTap
 from ktransformers.engine.step.layout import StepLayout
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.context import ForwardContext
@@ -44,12 +45,14 @@ class ForwardPass:
     """A loaded model's forward, which steps of every kind share.
 
     layout: the devices of its layers, None where all are on the CPU. announce: whether modules that keep torch's
-    forward get a line in the log. short: what steps on the CPU take, where a model has it.
+    forward get a line in the log. short: what steps on the CPU take, where a model has it. tap: what keeps the hidden
+    states of each step.
     """
 
     def __init__(self, model: Any, pool: WorkerPool, layout: StepLayout | None = None, *, announce: bool = True):
         self.model, self.pool = model, pool
         self.short: FusedDecode | None = None
+        self.tap: HiddenTap | None = None
         self.layout = None if layout is None or layout.is_cpu else layout
         left = modules_on_torch(model) if self.layout is None or CPU in self.layout.devices else []
         told = [name for name in left if not name.endswith(_USUAL)]
@@ -71,7 +74,7 @@ class ForwardPass:
         meanwhile: called once before the layers. To be called in inference mode, which takes a while to enter.
         """
         if self.short is not None and self.short.is_wanted:
-            return self.short.logits(token_ids, positions, context, keep, meanwhile)
+            return self.short.logits(token_ids, positions, context, keep, meanwhile, self.tap)
         if meanwhile is not None:
             meanwhile()
         return self._logits(input_ids=token_ids[None], positions=positions[None], keep=keep, context=context)

@@ -17,7 +17,7 @@ from ktransformers.engine.damage.errors import NotFiniteError
 from ktransformers.errors import ConfigError, UnsupportedError, reason_of
 from ktransformers.operators.recorder import fp32_copy, intercepted
 
-__all__ = ["HiddenStatesHook", "Pooled", "embedding_form"]
+__all__ = ["HiddenStatesHook", "HiddenTap", "Pooled", "embedding_form"]
 
 _MODULES, _POOLING = "modules.json", "1_Pooling/config.json"
 _KNOWN_MODULES = {"Transformer", "Pooling", "Normalize"}
@@ -67,6 +67,43 @@ class HiddenStatesHook:
                 yield seen
         finally:
             self.is_open = False
+
+
+class HiddenTap:
+    """Keeps the hidden states behind the last norm of each step, where the model computes them, for a drafter.
+
+    Steps that are replayed run no Python: what is captured copies their rows to memory of their own. replayed_rows:
+    most rows of such steps, set before anything is captured; 0: there are none.
+    """
+
+    def __init__(self, model: Any):
+        self.replayed_rows = 0
+        self._replayed: torch.Tensor | None = None  # [replayed_rows, H]
+        self._latest: torch.Tensor | None = None  # of a step that was not replayed
+        model.base_model.register_forward_hook(self._on_output)
+
+    def _on_output(self, module: object, args: object, output: Any) -> None:
+        self.keep(output.last_hidden_state[0])
+
+    def begin(self) -> None:
+        """Forget the step before."""
+        self._latest = None
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Keep the step's hidden states, [T, H]."""
+        count = rows.shape[0]
+        if count > self.replayed_rows:
+            self._latest = rows
+            return
+        if self._replayed is None:  # before anything is captured: what is captured runs once before
+            self._replayed = torch.empty(self.replayed_rows, rows.shape[1], dtype=rows.dtype, device=rows.device)
+        self._replayed[:count].copy_(rows)
+
+    def rows(self, first: int, count: int) -> torch.Tensor:
+        """Return a copy of the last step's hidden states of `count` rows, fp32 [count, H] on the CPU."""
+        kept = self._replayed if self._latest is None else self._latest
+        assert kept is not None, "no step has run"
+        return fp32_copy(kept[first : first + count])
 
 
 class Pooled:

@@ -85,6 +85,8 @@ class ModelRunner:
         Steps that are not replayed, or are on the CPU, give whole rows: they take long beside copying them.
         """
         forward, layout = self._pass, self._pass.layout
+        if forward.tap is not None:
+            forward.tap.begin()
         if layout is None:
             self._begin_step(token_ids, positions, context, keep, is_padded=False)
             whole = forward.on_cpu(token_ids, positions, context, keep, self._take_meanwhile())

@@ -169,6 +169,9 @@ _BLOCK_NAMES = (
     (re.compile(r"\.block_sparse_moe\.router\.weight$"), "ffn_gate_inp.weight"),  # granitemoe
     (re.compile(r"\.mlp\.gate\.wg\.weight$"), "ffn_gate_inp.weight"),  # hunyuan
     (re.compile(r"\.feed_forward\.expert_bias$"), "exp_probs_b.bias"),  # lfm2_moe
+    (re.compile(r"\.eh_proj\.weight$"), "nextn.eh_proj.weight"),  # multi-token prediction, as the next
+    (re.compile(r"\.enorm\.weight$"), "nextn.enorm.weight"),
+    (re.compile(r"\.hnorm\.weight$"), "nextn.hnorm.weight"),
 )
 
 _IGNORABLE = (

@@ -1,0 +1,167 @@
+"""A model's own layer for multi-token prediction drafts what transformers' module of it says, and changes no answer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from ktransformers.config import EngineConfig
+from ktransformers.core import SamplingParams
+from ktransformers.engine.drafting.drafter import ModelDrafter
+from ktransformers.engine.load.builder import Engine, build_engine, plan_model
+from ktransformers.engine.step.drafts import DraftRequest
+from ktransformers.errors import UnsupportedError
+from ktransformers.scheduler.drafting.planner import DraftPlanner
+from ktransformers.scheduler.drafting.row_costs import RowCosts
+from tests.support.engines.paged_loop import PagedLoop, scheduler_config
+from tests.support.models.mtp_models import MTP_TYPES, TinyMtp, tiny_mtp, write_mtp
+from tests.support.models.tiny_models import VOCAB_SIZE, tiny_model, write_safetensors
+
+PARAMS: list[dict[str, object]] = [
+    {"temperature": 0.0, "logprobs": 3},
+    {"temperature": 0.9, "top_p": 0.9, "seed": 5},
+    {"temperature": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2, "seed": 6},
+    {"temperature": 0.8, "seed": 8, "logit_bias": {3: 4.0, 9: -5.0}, "prompt_logprobs": 1},
+]
+MARGIN = 1e-3
+"""Of logits: where the best two are nearer to each other than that, either may be drafted."""
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three tokens are drafted in each step, however few are right."""
+    add = RowCosts.add
+    monkeypatch.setattr(RowCosts, "add", lambda self, rows, seconds: add(self, rows, 1.0))
+    monkeypatch.setattr(DraftPlanner, "_counts", lambda self, chances: [len(one) for one in chances])
+
+
+@contextmanager
+def engine_of(folder: Path, **changes: object) -> Iterator[Engine]:
+    values: dict[str, object] = {"cpu_infer": 1, "cache_lens": 1024, "self_check": False, "speculative_tokens": 3}
+    paths = {"gguf_path" if folder.suffix == ".gguf" else "model_path": folder}
+    config = EngineConfig(**(values | paths | {"speculative": "mtp"} | changes))  # type: ignore[arg-type]
+    with closing(build_engine(config, page_size=16, max_batch_size=8)) as engine:
+        yield engine
+
+
+def loop_of(engine: Engine, **changes: object) -> PagedLoop:
+    config = engine.scheduler_config
+    values: dict[str, object] = {"max_drafts": config.max_drafts, "drafter": config.drafter, "chunk_size": 64}
+    values |= {"num_states": engine.cache.num_states, "max_batch_size": 3}
+    return PagedLoop(scheduler_config(engine, **(values | changes)), lambda: engine.executor)
+
+
+def answers_of(loop: PagedLoop) -> list[tuple[object, ...]]:
+    rng = random.Random(1)
+    for one in PARAMS:
+        prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randrange(5, 90))]
+        loop.add(prompt, SamplingParams(max_tokens=40, ignore_eos=True, **one))  # type: ignore[arg-type]
+    loop.drain()
+    return [(one.token_ids, one.logprobs, one.prompt_logprobs, one.reason) for one in loop.answers.values()]
+
+
+class Watched:
+    """What a drafter was asked for, and what it drafted: (position of the known token, tokens)."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch):
+        self.seen: list[tuple[int, list[int]]] = []
+        draft = ModelDrafter.draft
+
+        def watched(drafter: ModelDrafter, requests: Sequence[DraftRequest]) -> list[list[int]]:
+            found = draft(drafter, requests)
+            self.seen += [(request.position, tokens) for request, tokens in zip(requests, found, strict=True)]
+            return found
+
+        monkeypatch.setattr(ModelDrafter, "draft", watched)
+
+
+def check_drafts(tiny: TinyMtp, token_ids: Sequence[int], position: int, drafts: Sequence[int]) -> int:
+    """How many of the drafts are compared: after one that may be another, none is."""
+    compared = 0
+    for token, logits in zip(drafts, tiny.drafts(list(token_ids[: position + 1]), len(drafts)), strict=True):
+        best, next_best = logits.topk(2).values.tolist()
+        if best - next_best < MARGIN:
+            break
+        assert token == int(logits.argmax()), f"draft {compared} behind position {position}"
+        compared += 1
+    return compared
+
+
+def check_engine(engine: Engine, tiny: TinyMtp, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a greedy answer, of one behind a cached prefix, and of one that others are beside."""
+    watched, loop, prompt = Watched(engine, monkeypatch), loop_of(engine), list(range(3, 80))
+    name = loop.add(prompt, SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True))
+    loop.drain()
+    known = [*prompt, *loop.answers[name].token_ids]
+    assert sum(check_drafts(tiny, known, *seen) for seen in watched.seen) > 30
+    watched.seen.clear()
+    prompt = [*known, 5, 6, 7]
+    name = loop.add(prompt, SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True))
+    loop.drain()
+    last = loop.answers[name].last
+    assert last is not None
+    assert last.cached_len >= 64
+    known = [*prompt, *loop.answers[name].token_ids]
+    assert sum(check_drafts(tiny, known, *seen) for seen in watched.seen) > 10
+
+
+@pytest.mark.parametrize("model_type", MTP_TYPES)
+def test_drafts_are_those_of_transformers(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = tiny_mtp(model_type)
+    with engine_of(write_mtp(tiny, tmp_path)) as engine:
+        check_engine(engine, tiny, monkeypatch)
+
+
+@pytest.mark.parametrize("model_type", MTP_TYPES)
+def test_drafting_changes_no_answer(model_type: str, tmp_path: Path) -> None:
+    folder = write_mtp(tiny_mtp(model_type), tmp_path)
+    with engine_of(folder, speculative="off") as engine:
+        plain = answers_of(loop_of(engine))
+    with engine_of(folder) as engine:
+        loop = loop_of(engine)
+        assert answers_of(loop) == plain
+        assert loop.scheduler.stats().num_drafted > 100
+        engine.executor.reset()
+        again = loop_of(engine, num_pages=8)  # too few for all of them
+        assert answers_of(again) == plain
+
+
+def test_the_layer_is_in_the_plan(tmp_path: Path) -> None:
+    folder = write_mtp(tiny_mtp("deepseek_v3"), tmp_path)
+    config = EngineConfig(model_path=folder, cpu_infer=1, cache_lens=1024, speculative="mtp")
+    nbytes = plan_model(config).extra_bytes["draft model"]["cpu"]
+    hidden, position = 64, plan_model(config).extra_bytes["kv cache"]["cpu"] // 2  # of two layers
+    assert nbytes > position + 4 * 2 * hidden * hidden
+
+
+def test_a_model_without_one_is_refused(tmp_path: Path) -> None:
+    folder = write_safetensors(tiny_model("glm4_moe"), tmp_path)
+    with pytest.raises(UnsupportedError, match=r"--speculative mtp: .*\(glm4_moe\) hold no layer for multi-token"):
+        build_engine(EngineConfig(model_path=folder, cpu_infer=1, speculative="mtp"))
+
+
+def test_hidden_states_are_the_same_by_each_way_of_running_a_step(tmp_path: Path) -> None:
+    """The short forward and the model's own give a drafter the same rows, and no other logits."""
+    tiny = tiny_mtp("glm4_moe")
+    with engine_of(write_mtp(tiny, tmp_path)) as engine:
+        forward = engine.executor.runner._pass  # type: ignore[attr-defined]
+        assert forward.tap is not None
+        loop, found = loop_of(engine), list[torch.Tensor]()
+        short = forward.short
+        assert short is not None
+        for one in (short, None):
+            forward.short = one
+            engine.executor.reset()
+            loop = loop_of(engine)
+            loop.add(range(3, 43), SamplingParams(max_tokens=1, temperature=0.0))
+            loop.drain()
+            found.append(forward.tap.rows(0, 40))
+    assert torch.equal(found[0], found[1])
+    with torch.no_grad():
+        want = tiny.main.model(torch.arange(3, 43)[None]).last_hidden_state[0]  # type: ignore[operator]
+    assert torch.allclose(found[0], want, atol=1e-3)

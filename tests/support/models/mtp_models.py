@@ -1,0 +1,106 @@
+"""Tiny models with a layer for multi-token prediction, in the names of published checkpoints, and transformers' own
+module of that layer as the oracle."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import MtpModel
+
+from tests.support.models.recurrent_models import recurrent_model
+from tests.support.models.tiny_models import random_model, tiny_model, write_safetensors
+
+__all__ = ["MTP_TYPES", "TinyMtp", "tiny_mtp", "write_mtp"]
+
+MTP_TYPES = ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe_text")
+
+_OF_TOP = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm"}
+
+
+@dataclass
+class TinyMtp:
+    """main: the model. mtp: transformers' module of its layer. layer: that decoder layer and its norm, as the only ones
+    of a model. All are in fp32."""
+
+    main: PreTrainedModel
+    mtp: Any
+    layer: PreTrainedModel
+
+    @torch.no_grad()
+    def drafts(self, token_ids: list[int], count: int) -> list[torch.Tensor]:
+        """Logits [V] of the next tokens but one, ..., each behind the likeliest one before: of a sequence whose last
+        token the main model has sampled and not computed."""
+        base: Any = self.main.model
+        hidden = base(torch.tensor([token_ids[:-1]])).last_hidden_state
+        known, found = list(token_ids[1:]), list[torch.Tensor]()
+        for _ in range(count):
+            ids = torch.tensor([known])
+            positions = torch.arange(len(known))[None]
+            behind = self.mtp.forward_layer(0, hidden, positions, None, input_ids=ids)
+            found.append(self.main.lm_head(behind[0, -1]))
+            known.append(int(found[-1].argmax()))
+            hidden = torch.cat([hidden, behind[:, -1:]], dim=1)
+        return found
+
+
+def _one_layer(config: PretrainedConfig) -> PretrainedConfig:
+    made: Any = copy.deepcopy(config)
+    made.num_hidden_layers, made.num_mtp_layers = 1, 1
+    if getattr(made, "layer_types", None) is not None:
+        made.layer_types = made.mtp_layer_types = ["full_attention"]
+    if hasattr(made, "first_k_dense_replace"):
+        made.first_k_dense_replace = 0
+    return made  # type: ignore[no-any-return]
+
+
+def tiny_mtp(model_type: str, seed: int = 0, **values: object) -> TinyMtp:
+    """A tiny model of one of MTP_TYPES with such a layer. values: of its config, of those without recurrent layers."""
+    is_recurrent = model_type.startswith("qwen3_")
+    main = recurrent_model(model_type) if is_recurrent else tiny_model(model_type, seed, **values)
+    layer = random_model(_one_layer(main.config), seed + 1)
+    mtp: Any = MtpModel(layer, 1).float().eval()
+    mtp.tie_with_main_model(main)
+    block: Any = mtp.layers[0]
+    block.mtp_block.load_state_dict(layer.model.layers[0].state_dict())
+    block.post_norm.load_state_dict(layer.model.norm.state_dict())
+    generator = torch.Generator().manual_seed(seed + 2)
+    with torch.no_grad():
+        for norm in (block.enorm, block.hnorm):
+            norm.weight.copy_(1 + 0.1 * torch.randn(norm.weight.shape, generator=generator))
+        size = block.eh_proj.weight.shape
+        block.eh_proj.weight.copy_(torch.randn(size, generator=generator) * size[1] ** -0.5)
+    return TinyMtp(main, mtp, layer)
+
+
+def write_mtp(tiny: TinyMtp, folder: Path) -> Path:
+    """Write both as one checkpoint, in the family's names."""
+    write_safetensors(tiny.main, folder)
+    config_file = folder / "config.json"
+    values = json.loads(config_file.read_text())
+    values["num_nextn_predict_layers"] = 1
+    config_file.write_text(json.dumps(values))
+    write_safetensors(tiny.layer, folder / "layer")
+    stored = safetensors.torch.load_file(folder / "model.safetensors")
+    count, block = tiny.main.config.num_hidden_layers, tiny.mtp.layers[0]
+    is_apart = tiny.main.config.model_type.startswith("qwen3_")
+    for name, tensor in safetensors.torch.load_file(folder / "layer" / "model.safetensors").items():
+        if name.startswith("model.layers.0."):
+            inner = name.removeprefix("model.layers.0.")
+            stored[f"mtp.layers.0.{inner}" if is_apart else f"model.layers.{count}.{inner}"] = tensor
+        elif name.startswith("model.norm."):
+            stored["mtp.norm.weight" if is_apart else f"model.layers.{count}.shared_head.norm.weight"] = tensor
+    for theirs, ours in _OF_TOP.items():
+        weight = getattr(block, ours).weight.detach().clone()
+        stored[f"mtp.{theirs}.weight" if is_apart else f"model.layers.{count}.{ours}.weight"] = weight
+    if not is_apart:  # copies of the model's own
+        stored[f"model.layers.{count}.embed_tokens.weight"] = stored["model.embed_tokens.weight"].clone()
+        stored[f"model.layers.{count}.shared_head.head.weight"] = stored["lm_head.weight"].clone()
+    safetensors.torch.save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    return folder
