@@ -19,7 +19,7 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.scheduler.drafting.planner import DraftPlanner
 from ktransformers.scheduler.drafting.row_costs import RowCosts
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
-from tests.support.models.mtp_models import MTP_TYPES, TinyMtp, tiny_mtp, write_mtp
+from tests.support.models.mtp_models import MTP_TYPES, TinyMtp, tiny_mtp, write_mtp, write_mtp_gguf
 from tests.support.models.tiny_models import VOCAB_SIZE, tiny_model, write_safetensors
 
 PARAMS: list[dict[str, object]] = [
@@ -114,6 +114,15 @@ def check_engine(engine: Engine, tiny: TinyMtp, monkeypatch: pytest.MonkeyPatch)
 def test_drafts_are_those_of_transformers(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = tiny_mtp(model_type)
     with engine_of(write_mtp(tiny, tmp_path)) as engine:
+        check_engine(engine, tiny, monkeypatch)
+
+
+@pytest.mark.parametrize("model_type", MTP_TYPES)
+def test_drafts_are_those_of_transformers_from_a_gguf(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = tiny_mtp(model_type)
+    with engine_of(write_mtp_gguf(tiny, tmp_path / "tiny.gguf")) as engine:
         check_engine(engine, tiny, monkeypatch)
 
 

@@ -9,15 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import safetensors.torch
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
+from tests.support.gguf.recurrent import write_recurrent_gguf
+from tests.support.gguf.writer import write_gguf
 from tests.support.models.recurrent_models import recurrent_model
 from tests.support.models.tiny_models import random_model, tiny_model, write_safetensors
 
-__all__ = ["MTP_TYPES", "TinyMtp", "tiny_mtp", "write_mtp"]
+__all__ = ["MTP_TYPES", "TinyMtp", "tiny_mtp", "write_mtp", "write_mtp_gguf"]
 
 MTP_TYPES = ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe_text")
 
@@ -104,3 +108,43 @@ def write_mtp(tiny: TinyMtp, folder: Path) -> Path:
         stored[f"model.layers.{count}.shared_head.head.weight"] = stored["lm_head.weight"].clone()
     safetensors.torch.save_file(stored, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def write_mtp_gguf(tiny: TinyMtp, path: Path) -> Path:
+    """Write both as one GGUF, as llama.cpp's converter does: the layer is a block behind the model's own."""
+    write = write_recurrent_gguf if tiny.main.config.model_type.startswith("qwen3_") else write_gguf
+    main, layer = (
+        gguf.GGUFReader(write(one, path.with_suffix(f".{i}.gguf"))) for i, one in enumerate((tiny.main, tiny.layer))
+    )
+    arch = main.fields["general.architecture"].contents()
+    count, block = tiny.main.config.num_hidden_layers, tiny.mtp.layers[0]
+    writer = gguf.GGUFWriter(path, arch)
+    for field in main.fields.values():
+        if field.name.startswith("GGUF.") or field.name == "general.architecture":
+            continue
+        value: Any = field.contents()
+        if field.name == f"{arch}.block_count":
+            value = count + 1
+        elif isinstance(value, list) and len(value) == count:  # by layer
+            value = [*value, layer.fields[field.name].contents()[0] if field.name in layer.fields else value[-1]]
+        writer.add_key_value(field.name, value, field.types[0], field.types[1] if len(field.types) > 1 else None)
+    writer.add_nextn_predict_layers(1)
+    for tensor in main.tensors:
+        writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+    for tensor in layer.tensors:
+        if tensor.name.startswith("blk.0."):
+            name = tensor.name.replace("blk.0.", f"blk.{count}.")
+        elif tensor.name == "output_norm.weight":
+            name = f"blk.{count}.nextn.shared_head_norm.weight"
+        else:
+            continue
+        writer.add_tensor(name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+    is_plus_one = write is write_recurrent_gguf
+    for name in ("eh_proj", "enorm", "hnorm"):
+        values = getattr(block, name).weight.detach().numpy().copy()
+        writer.add_tensor(f"blk.{count}.nextn.{name}.weight", values + 1 if is_plus_one and "norm" in name else values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
