@@ -6,6 +6,7 @@ From the bottom up (the linter holds the order):
     damage      which tensor is damaged when logits are no numbers
     sampling    from logits to a token
     step        one step: context, inputs, graphs, forward, logits
+    drafting    models that find draft tokens for a step
     plan        what goes where, and whether it fits; reads no weights
     verify      whether a loaded model computes what transformers would
     parallel    one model in several processes: ranks, tensor_parallel, pipeline

@@ -152,7 +152,7 @@ def _load_drafter(draft: OpenedModel, target: CapturedModel, progress: Progress 
         undo.callback(pool.close)
         undo.callback(target.plan.devices.close)
         hardware = Hardware.detect(config)
-        plan = CachePlan(max_batch_size=2, size=cache.page_size)  # several sequences have just the slots that are asked
+        plan = CachePlan(size=cache.page_size, slots=cache.num_slots)
         built = _build(replace(draft, config=config), plan, hardware, progress, shared=pool)
         undo.pop_all()
     logger.info("draft tokens come from %s", built.model.description)

@@ -129,8 +129,10 @@ def _in_layer(name: str) -> str | None:
 
 
 class MtpInput(Placeholder):
-    """In the place of the embedding: gives the rows that were put into it, [1, T, H]. Until any are, as in the steps in
-    which a loaded model is looked at, rows that follow from their number."""
+    """The placeholder for the embedding, which gives the rows that were put into it, [1, T, H].
+
+    Until any are, as in the steps in which a loaded model is looked at, it gives rows that follow from their number.
+    """
 
     def __init__(self, hidden_size: int):
         super().__init__()
@@ -145,7 +147,7 @@ class MtpInput(Placeholder):
 
 
 class _Head(Placeholder):
-    """In the place of the head, which is the model's own: gives the hidden states that it is given."""
+    """The placeholder for the head, which is the target's own: it gives the hidden states that it is given."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -94,7 +94,8 @@ class CachePlan:
 
     max_batch_size: most sequences of a step. One has the whole cache, as long as it may be; several share it. size:
     positions of a page; 0: as many as suit the model. has_states: layers are recurrent, here or in other processes.
-    states: slots for states, where another process has decided how many. longest: tokens of a sequence, by which pages
+    states: slots for states, where another process has decided how many. slots: positions in all, where another cache
+    has as many. longest: tokens of a sequence, by which pages
     on GPUs are chosen.
     """
 
@@ -102,6 +103,7 @@ class CachePlan:
     size: int = 0
     has_states: bool = False
     states: int | None = None
+    slots: int | None = None
     longest: int = DEFAULT_CACHE_LEN
 
     @classmethod
@@ -125,6 +127,8 @@ class CachePlan:
     def num_slots(self, opened: OpenedModel, plan: Plan, shapes: Sequence[LayerShape]) -> int:
         """Number of positions, in whole pages: --cache_lens, or when that is 0, for max_batch_size long sequences, if
         they fit comfortably. plan: without a cache."""
+        if self.slots is not None:
+            return self.slots
         size, asked = self.page_size(shapes), opened.config.cache_lens
         one = cache_len_of(opened.config, opened.facts)
         if self.max_batch_size == 1:

@@ -199,3 +199,17 @@ def test_what_cannot_draft_is_refused(tmp_path: Path, folders: dict[str, Path]) 
         engine_of(folders["moe"], folders["moe"], speculative="ngram")
     with pytest.raises(ConfigError, match="--pipeline goes with draft tokens from the text alone"):
         engine_of(folders["moe"], folders["moe"], pipeline=2)
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE - 32, VOCAB_SIZE + 16])
+def test_models_of_one_tokenizer_may_be_padded_differently(
+    vocab_size: int, tmp_path: Path, folders: dict[str, Path]
+) -> None:
+    other = write_safetensors(tiny_model("qwen3_moe", seed=1, vocab_size=vocab_size), tmp_path)
+    params = params_of(2)
+    with closing(engine_of(folders["moe"], speculative="off")) as engine:
+        plain = answers_of(loop_of(engine), params)
+    with closing(engine_of(folders["moe"], other)) as engine:
+        loop = loop_of(engine)
+        assert answers_of(loop, params) == plain
+        assert loop.scheduler.stats().num_drafted > 0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ktransformers.config import EngineConfig
+from ktransformers.config import EngineConfig, bundled_model
 from ktransformers.core import Constraint, ConstraintKind, SamplingParams
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import build_engine
@@ -132,19 +132,28 @@ ASKED: list[dict[str, object]] = [
 ]
 
 
-def outputs(speculative: str) -> list[RequestOutput]:
+def outputs(speculative: str, draft_model: Path | None = None) -> list[RequestOutput]:
     found: list[RequestOutput] = []
-    with LLM(cpu_infer=1, speculative=speculative) as llm:
+    with LLM(cpu_infer=1, speculative=speculative, draft_model=draft_model) as llm:
         for asked in ASKED:
             params = SamplingParams(**({"max_tokens": 60, "ignore_eos": True} | asked))  # type: ignore[arg-type]
             found += llm.generate(PROMPTS, params)
     return found
 
 
-def test_the_bundled_model_says_the_same_with_prompt_lookup_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def plain() -> list[RequestOutput]:
+    return outputs("off")
+
+
+@pytest.mark.parametrize("speculative", ["ngram", "draft"])
+def test_the_bundled_model_says_the_same_with_drafts_and_without(
+    speculative: str, plain: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By prompt lookup, and by a draft model, which is the same one."""
     add = RowCosts.add  # all steps take the same, whatever else the machine does
     monkeypatch.setattr(RowCosts, "add", lambda self, rows, seconds: add(self, rows, 1.0))
-    plain, drafted = outputs("off"), outputs("ngram")
+    drafted = outputs(speculative, bundled_model("") if speculative == "draft" else None)
     for one, other in zip(plain, drafted, strict=True):
         assert (one.token_ids, one.text, one.logprobs) == (other.token_ids, other.text, other.logprobs)
         assert one.finish_reason == other.finish_reason

@@ -13,11 +13,12 @@ import torch
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.drafting.drafter import ModelDrafter
-from ktransformers.engine.load.builder import Engine, build_engine, plan_model
+from ktransformers.engine.load.builder import Engine, Hardware, build_engine, plan_model
 from ktransformers.engine.step.drafts import DraftRequest
 from ktransformers.errors import UnsupportedError
 from ktransformers.scheduler.drafting.planner import DraftPlanner
 from ktransformers.scheduler.drafting.row_costs import RowCosts
+from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
 from tests.support.models.mtp_models import MTP_TYPES, TinyMtp, tiny_mtp, write_mtp, write_mtp_gguf
 from tests.support.models.tiny_models import VOCAB_SIZE, tiny_model, write_safetensors
@@ -41,11 +42,13 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def engine_of(folder: Path, **changes: object) -> Iterator[Engine]:
+def engine_of(
+    folder: Path, hardware: Hardware | None = None, max_batch_size: int = 8, **changes: object
+) -> Iterator[Engine]:
     values: dict[str, object] = {"cpu_infer": 1, "cache_lens": 1024, "self_check": False, "speculative_tokens": 3}
     paths = {"gguf_path" if folder.suffix == ".gguf" else "model_path": folder}
     config = EngineConfig(**(values | paths | {"speculative": "mtp"} | changes))  # type: ignore[arg-type]
-    with closing(build_engine(config, page_size=16, max_batch_size=8)) as engine:
+    with closing(build_engine(config, hardware=hardware, page_size=16, max_batch_size=max_batch_size)) as engine:
         yield engine
 
 
@@ -174,3 +177,18 @@ def test_hidden_states_are_the_same_by_each_way_of_running_a_step(tmp_path: Path
     with torch.no_grad():
         want = tiny.main.model(torch.arange(3, 43)[None]).last_hidden_state[0]  # type: ignore[operator]
     assert torch.allclose(found[0], want, atol=1e-3)
+
+
+def test_hidden_states_come_from_a_gpu_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From steps that are replayed, with draft tokens and without, and from those that are not."""
+    tiny, graphs = tiny_mtp("glm4_moe"), FakeGraphs()
+    hardware = fake_hardware(graphs=graphs, graph_rows=(4,))
+    with engine_of(write_mtp(tiny, tmp_path), hardware=hardware, max_batch_size=2) as engine:
+        assert engine.uses_gpus
+        watched, prompt = Watched(engine, monkeypatch), list(range(3, 30))
+        loop = loop_of(engine, max_batch_size=2)
+        name = loop.add(prompt, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
+        loop.drain()
+        known = [*prompt, *loop.answers[name].token_ids]
+        assert sum(check_drafts(tiny, known, *seen) for seen in watched.seen) > 6
+    assert graphs.replays > 2 or torch.cuda.is_available()
