@@ -27,7 +27,7 @@ __all__ = ["EXTRA_PARTS", "PARTS", "ModelSize", "Summary", "SummaryPart", "parts
 PARTS = ("experts", "attention", "dense and shared", "embeddings and head")
 """What weights are for, in the order in which they are shown. Routers and norms are with the dense parts."""
 
-EXTRA_PARTS = ("cache", "work space", "hot experts")
+EXTRA_PARTS = ("cache", "draft model", "work space", "hot experts")
 """What there is beside weights."""
 
 _ATTENTION = re.compile(r"\.(?:self_attn|attention|attn)(?:\.|$)")
@@ -154,7 +154,7 @@ def parts_of(plan: Plan, experts: Mapping[str, int]) -> tuple[SummaryPart, ...]:
             held.update(dict.fromkeys(entry.quant_types, count))
     for what, by_device in plan.extra_bytes.items():
         for device, count in by_device.items():
-            part = what if what in EXTRA_PARTS else EXTRA_PARTS[0] if what in _CACHE else EXTRA_PARTS[1]
+            part = what if what in EXTRA_PARTS else EXTRA_PARTS[0] if what in _CACHE else "work space"
             nbytes[part, device] += count
     found = []
     for name in (*PARTS, *EXTRA_PARTS):

@@ -2,6 +2,9 @@
 
 A plan has UNKNOWN in their place, so that it says how many there are and not which. Knows how many were right, and so
 how many to ask for; the tokens come with the results, as far as they were accepted.
+
+Where the last tokens stood before in the text, what followed there may be likelier than what a model finds, and costs
+nothing: then that is the draft.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ktransformers.scheduler.drafting.acceptance import AcceptanceRates
+from ktransformers.scheduler.drafting.prompt_lookup import PromptLookup
 from ktransformers.scheduler.records import UNKNOWN
 
 __all__ = ["MAX_STREAK", "EngineDrafts"]
@@ -18,39 +22,50 @@ MAX_STREAK = 4
 
 
 class EngineDrafts:
-    """A Drafter of one sequence whose draft tokens the engine finds. rates: of all sequences, by the streak and the
-    depth. streak: draft tokens that were right since the last wrong one, up to MAX_STREAK."""
+    """A Drafter of one sequence whose draft tokens the engine finds, or those of `lookup` where these are likelier.
 
-    def __init__(self, known_len: int, rates: AcceptanceRates) -> None:
-        self._len, self._rates = known_len, rates
+    rates: of all sequences, by the streak and the depth. streak: draft tokens of the engine that were right since the
+    last wrong one, up to MAX_STREAK.
+    """
+
+    def __init__(self, lookup: PromptLookup, rates: AcceptanceRates) -> None:
+        self._lookup, self._rates = lookup, rates
+        self._is_copied = False  # what it drafted last
         self.streak = 0
 
     def __len__(self) -> int:
         """Number of the sequence's tokens."""
-        return self._len
+        return len(self._lookup)
 
-    def add(self, token_id: int) -> None:
-        """Count a token, see Drafter.add. Whether it was drafted, and rightly, is what `took` is told."""
-        self._len += 1
+    def add(self, token_id: int) -> bool | None:
+        """Take a token, see Drafter.add. Whether the engine drafted it, and rightly, is what `took` is told."""
+        return self._lookup.add(token_id)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Count several tokens, see Drafter.extend."""
-        self._len += len(token_ids)
+        """Take several tokens, see Drafter.extend."""
+        self._lookup.extend(token_ids)
+
+    def copies(self, most: int) -> bool:
+        """Whether its first `most` draft tokens are copied from the text, which takes no time."""
+        return sum(self._lookup.chances(most)) > sum(self._rates.chances(self.streak, most))
 
     def chances(self, most: int) -> list[float]:
         """Return the chances of the first `most` draft tokens, see Drafter.chances."""
-        return self._rates.chances(self.streak, most)
+        return max(self._rates.chances(self.streak, most), self._lookup.chances(most), key=sum)
 
     def later(self, most: int) -> list[float]:
-        """Return the chances behind the next token, see Drafter.later: the same, whatever that is."""
-        return self.chances(most)
+        """Return the chances behind the next token, see Drafter.later: the engine's are the same, whatever that is."""
+        return max(self._rates.chances(self.streak, most), self._lookup.later(most), key=sum)
 
     def draft(self, most: int) -> list[int]:
-        """Return places for `most` tokens, which the engine fills in."""
-        return [UNKNOWN] * most
+        """Return `most` tokens: copied ones, or places that the engine fills in."""
+        self._is_copied = self.copies(most)
+        return self._lookup.draft(most) if self._is_copied else [UNKNOWN] * most
 
     def took(self, num_drafted: int, num_accepted: int, *, is_cut: bool) -> None:
         """Learn from a step. is_cut: the answer ended there, which says nothing of tokens that were not accepted."""
+        if self._is_copied:
+            return  # of which `lookup` learns by itself
         for depth in range(num_accepted):
             self._rates.add(self.streak, True, depth)
         if num_accepted == num_drafted or is_cut:

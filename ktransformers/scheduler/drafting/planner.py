@@ -121,7 +121,7 @@ class DraftPlanner:
         """
         if not self.most or self._pause or prefills or not self._may_pay(decodes):
             return [[] for _ in decodes]
-        counts = self._counts([self._chances(seq, self._most_of(seq)) for seq in decodes])
+        counts = self._counts([self._chances(seq, self._most_of(seq)) for seq in decodes], self._costly(decodes))
         if self._is_due and not any(counts):
             self._engine_rates.doubt()
             counts = [int(self._most_of(seq) > 0) for seq in decodes]
@@ -158,14 +158,14 @@ class DraftPlanner:
         for seq in decodes:
             most = self._most_of(seq)
             chances.append(self._drafter(seq).later(most) if most else [])
-        return any(self._counts(chances)) or (self._is_due and bool(decodes))
+        return any(self._counts(chances, self._costly(decodes))) or (self._is_due and bool(decodes))
 
     def _drafter(self, seq: Sequence) -> Drafter:
         drafter = seq.drafter
-        if drafter is None and self._by_engine and not seq.request.prediction_ids:
-            drafter = seq.drafter = EngineDrafts(seq.known_len, self._engine_rates)
-        elif drafter is None:
-            drafter = seq.drafter = PromptLookup(seq.token_ids, self._rates, seq.request.prediction_ids)
+        if drafter is None:
+            lookup = PromptLookup(seq.token_ids, self._rates, seq.request.prediction_ids)
+            drafter = EngineDrafts(lookup, self._engine_rates) if self._by_engine else lookup
+            seq.drafter = drafter
         elif len(drafter) < seq.known_len:  # behind a pause
             drafter.extend(seq.token_ids[len(drafter) :])
         return drafter
@@ -180,8 +180,13 @@ class DraftPlanner:
         """Of its first 1, 2, ... count draft tokens, to be all accepted."""
         return self._drafter(seq).chances(count) if count > 0 else []
 
-    def _counts(self, chances: list[list[float]]) -> list[int]:
-        """How many draft tokens each sequence gets. chances: see `_chances`, of each."""
+    def _costly(self, seqs: Seq[Sequence]) -> list[bool]:
+        """Of each sequence, whether the engine has to find its draft tokens."""
+        drafters = ((seq.drafter, self._most_of(seq)) for seq in seqs)
+        return [isinstance(drafter, EngineDrafts) and not drafter.copies(most) for drafter, most in drafters]
+
+    def _counts(self, chances: list[list[float]], costly: Seq[bool]) -> list[int]:
+        """How many draft tokens each sequence gets. chances, costly: see `_chances` and `_costly`, of each."""
         counts, rows, costs = [0] * len(chances), len(chances), self._costs
         if not any(chances) or not costs.knows(rows):
             return counts
@@ -191,7 +196,8 @@ class DraftPlanner:
         deepest, per_step = 0, self._draft_cost.seconds
         for num, draft in enumerate(drafts[: min(self._chunk_size, costs.most_rows) - rows], 1):
             gain += draft.gain
-            deepest = max(deepest, draft.depth + 1)
+            if costly[draft.index]:
+                deepest = max(deepest, draft.depth + 1)
             left = gain - rows * math.log((costs.seconds(rows, num) + deepest * per_step) / alone)
             if left > best:
                 best, chosen = left, num

@@ -13,6 +13,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.load.builder import Engine, build_engine, plan_model
 from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.scheduler.drafting.prompt_lookup import PromptLookup
 from ktransformers.scheduler.drafting.row_costs import RowCosts
 from tests.support.engines.paged_loop import Answer, PagedLoop, scheduler_config
 from tests.support.models.recurrent_models import recurrent_model
@@ -34,6 +35,7 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> None:
     """All steps take the same, whatever else the machine does: as many are drafted as may be."""
     add = RowCosts.add
     monkeypatch.setattr(RowCosts, "add", lambda self, rows, seconds: add(self, rows, 1.0))
+    monkeypatch.setattr(PromptLookup, "chances", lambda self, most: [])  # nothing is copied
 
 
 @pytest.fixture(scope="module")

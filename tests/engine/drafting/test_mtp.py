@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from ktransformers.config import EngineConfig
@@ -17,11 +20,12 @@ from ktransformers.engine.load.builder import Engine, Hardware, build_engine, pl
 from ktransformers.engine.step.drafts import DraftRequest
 from ktransformers.errors import UnsupportedError
 from ktransformers.scheduler.drafting.planner import DraftPlanner
+from ktransformers.scheduler.drafting.prompt_lookup import PromptLookup
 from ktransformers.scheduler.drafting.row_costs import RowCosts
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
 from tests.support.models.mtp_models import MTP_TYPES, TinyMtp, tiny_mtp, write_mtp, write_mtp_gguf
-from tests.support.models.tiny_models import VOCAB_SIZE, tiny_model, write_safetensors
+from tests.support.models.tiny_models import NUM_EXPERTS, VOCAB_SIZE, tiny_model, write_safetensors
 
 PARAMS: list[dict[str, object]] = [
     {"temperature": 0.0, "logprobs": 3},
@@ -38,7 +42,8 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three tokens are drafted in each step, however few are right."""
     add = RowCosts.add
     monkeypatch.setattr(RowCosts, "add", lambda self, rows, seconds: add(self, rows, 1.0))
-    monkeypatch.setattr(DraftPlanner, "_counts", lambda self, chances: [len(one) for one in chances])
+    monkeypatch.setattr(PromptLookup, "chances", lambda self, most: [])  # nothing is copied
+    monkeypatch.setattr(DraftPlanner, "_counts", lambda self, chances, costly: [len(one) for one in chances])
 
 
 @contextmanager
@@ -192,3 +197,30 @@ def test_hidden_states_come_from_a_gpu_too(tmp_path: Path, monkeypatch: pytest.M
         known = [*prompt, *loop.answers[name].token_ids]
         assert sum(check_drafts(tiny, known, *seen) for seen in watched.seen) > 6
     assert graphs.replays > 2 or torch.cuda.is_available()
+
+
+def test_from_a_model_for_images_whose_experts_are_in_one_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Qwen3.5's checkpoints are: the language model below another name, the layer beside it."""
+    tiny = tiny_mtp("qwen3_5_moe_text")
+    folder = write_mtp(tiny, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    whole = {
+        "model_type": "qwen3_5_moe",
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "text_config": config,
+    }
+    (folder / "config.json").write_text(json.dumps(whole))
+    stored = safetensors.torch.load_file(folder / "model.safetensors")
+    renamed = {re.sub(r"^model\.", "model.language_model.", name): tensor for name, tensor in stored.items()}
+    experts = "mtp.layers.0.mlp.experts"
+    by_part = {
+        part: torch.stack([renamed.pop(f"{experts}.{i}.{part}.weight") for i in range(NUM_EXPERTS)])
+        for part in ("gate_proj", "up_proj", "down_proj")
+    }
+    renamed[f"{experts}.gate_up_proj"] = torch.cat([by_part["gate_proj"], by_part["up_proj"]], dim=1)
+    renamed[f"{experts}.down_proj"] = by_part["down_proj"]
+    safetensors.torch.save_file(renamed, folder / "model.safetensors", {"format": "pt"})
+    with engine_of(folder) as engine:
+        check_engine(engine, tiny, monkeypatch)

@@ -8,12 +8,22 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 
+from ktransformers.scheduler.batch import PlannedStep
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.drafting.acceptance import AcceptanceRates
 from ktransformers.scheduler.drafting.engine_drafts import EngineDrafts
+from ktransformers.scheduler.drafting.prompt_lookup import PromptLookup
 from ktransformers.scheduler.drafting.row_costs import DraftCost
 from ktransformers.scheduler.records import UNKNOWN
-from tests.support.servers.fake_engine import VOCAB_SIZE, FakeEngine, Loop, make_config, make_request, next_token
+from tests.support.servers.fake_engine import (
+    VOCAB_SIZE,
+    FakeEngine,
+    Loop,
+    answer_alone,
+    make_config,
+    make_request,
+    next_token,
+)
 
 
 class Guessing(Loop):
@@ -32,14 +42,18 @@ class Guessing(Loop):
     def watch(self, engine: FakeEngine) -> None:
         engine.guess = self.guess
 
+    def seconds_of(self, step: PlannedStep) -> tuple[float, float]:
+        """All of it, and what of that finding its draft tokens took."""
+        found = [len(row.drafts) for row in step.rows if UNKNOWN in row.drafts]
+        draft_seconds = self.per_draft * max(found, default=0)
+        return self.seconds(step.num_rows) + draft_seconds, draft_seconds
+
     def guess(self, token_ids: Sequence[int], seed: int | None) -> int:
         token = next_token(token_ids, seed)
         return token if self.rng.random() < self.share else (token + 1) % VOCAB_SIZE
 
     def commit(self):  # type: ignore[no-untyped-def]
-        step = self.scheduler._in_flight[0]
-        draft_seconds = self.per_draft * max(len(row.drafts) for row in step.rows)
-        elapsed = self.seconds(step.num_rows) + draft_seconds
+        elapsed, draft_seconds = self.seconds_of(self.scheduler._in_flight[0])
         self.total += elapsed
         step_id, results, tiers = self.results.pop(0)
         updates = self.scheduler.commit(
@@ -106,13 +120,36 @@ def test_what_a_draft_token_takes_the_engine_counts() -> None:
     assert cheap.scheduler.stats().num_drafted > 10 * costly.scheduler.stats().num_drafted
 
 
-def test_a_request_with_a_prediction_has_its_drafts_from_there() -> None:
-    loop = guessing()
-    request = make_request("a", range(5, 15), 40, ignore_eos=True)
-    loop.add(msgspec.structs.replace(request, prediction_ids=list(range(30))))
-    loop.engine.guess = None  # nobody asks it
+def test_what_the_text_says_already_is_copied() -> None:
+    """Of a request with its own answer as the prediction, the engine is hardly asked for tokens: it is right less
+    often."""
+    loop, asked = guessing(), 0
+
+    def guess(token_ids: Sequence[int], seed: int | None) -> int:
+        nonlocal asked
+        asked += 1
+        return Guessing.guess(loop, token_ids, seed)
+
+    loop.share, loop.engine.guess = 0.5, guess
+    request = make_request("a", range(5, 15), 200, ignore_eos=True, seed=5)
+    answer, _ = answer_alone(request, loop.config)
+    loop.add(msgspec.structs.replace(request, prediction_ids=[*range(10, 15), *answer]))
     loop.drain()
     loop.check_answers()
+    assert loop.scheduler.stats().num_accepted > 130
+    assert asked < 40
+
+
+def test_copies_cost_the_engine_nothing() -> None:
+    """Where its drafts would never pay, those from the text still do."""
+    loop = guessing()
+    loop.per_draft, loop.seconds = 5.0, lambda rows: 1.0  # type: ignore[method-assign]
+    request = make_request("a", range(5, 15), 200, ignore_eos=True, seed=5)
+    answer, _ = answer_alone(request, loop.config)
+    loop.add(msgspec.structs.replace(request, prediction_ids=[*range(10, 15), *answer]))
+    loop.drain()
+    loop.check_answers()
+    assert loop.total < 100
 
 
 CONFIGS = {
@@ -179,7 +216,7 @@ def test_what_was_not_tried_for_long_is_doubted() -> None:
 
 def test_a_sequence_learns_by_its_streak() -> None:
     rates = AcceptanceRates(4, 3)
-    drafts = EngineDrafts(10, rates)
+    drafts = EngineDrafts(PromptLookup(range(10)), rates)
     drafts.took(3, 3, is_cut=False)
     assert drafts.streak == 3
     drafts.took(3, 1, is_cut=True)  # the end: nobody looked at the others
