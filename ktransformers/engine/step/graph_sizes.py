@@ -5,6 +5,10 @@ A step whose layers are all captured is replayed whole. Where the host decides i
 that it streams, or that it waits for; expanded latents; the choices of sparse attention, whose graphs would look at as
 many positions as the longest sequence has. Between its layers such a step could be replayed in pieces: the seams are
 KTransformersExperts.submit and collect, and StepRuns of latent attention.
+
+A step with draft tokens is one of few rows and runs as a decode step of as many sequences does: its attention reads the
+positions of each row by itself, shared out over programs, latents are not expanded, and sparse attention chooses among
+what the longest sequence may have. So such steps are captured wherever decode steps are.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Sequence
 
-from ktransformers.engine.step.decode_inputs import StepSize, mixed_sizes
+from ktransformers.engine.step.decode_inputs import StepSize, draft_sizes, mixed_sizes
 from ktransformers.engine.step.expert_streaming import PrefillStream
 from ktransformers.engine.step.layout import StepLayout
 from ktransformers.operators.attention.compressed import KCompressedAttention
@@ -24,7 +28,7 @@ from ktransformers.operators.device import STREAM_ROWS
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.optimize.plan import Plan
 
-__all__ = ["GRAPH_ROWS", "choices_of", "largest_graph", "replayed_sizes"]
+__all__ = ["GRAPH_ROWS", "choices_of", "largest_graph", "replayed_drafts", "replayed_sizes"]
 
 logger = logging.getLogger(__name__)
 
@@ -95,4 +99,20 @@ def replayed_sizes(
         logger.info("steps of more than %d rows run without CUDA graphs: %s", largest, reason)
     if choices_of(plan) and found:
         logger.info("steps that expand latents run without CUDA graphs: the host plans each of them")
+    return tuple(found)
+
+
+def replayed_drafts(
+    max_drafts: int, plan: Plan, layout: StepLayout, most_rows: int, max_batch_size: int
+) -> tuple[StepSize, ...]:
+    """Choose the sizes of steps with up to max_drafts draft tokens behind each token, see `draft_sizes`: those in which
+    the host decides nothing. Logs one line where there are others."""
+    sizes = draft_sizes(max_drafts, most_rows, max_batch_size) if max_drafts else ()
+    found = []
+    for size in sizes:
+        reason = _why_not(size.rows, plan, layout)
+        if reason is not None:
+            logger.info("steps of %d rows or more with draft tokens run without CUDA graphs: %s", size.rows, reason)
+            break
+        found.append(size)
     return tuple(found)

@@ -1,0 +1,111 @@
+"""Steps with draft tokens on (made-up) GPUs: replayed, padded, and the answers are those without draft tokens."""
+
+from __future__ import annotations
+
+import random
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedModel
+
+from ktransformers.config import EngineConfig
+from ktransformers.core import SamplingParams
+from ktransformers.engine.load.builder import Engine, build_engine
+from ktransformers.engine.step.paged import PagedExecutor
+from ktransformers.scheduler.records import StepPlan, StepResult
+from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
+from tests.support.engines.known_drafts import KnownDrafts, answers_of
+from tests.support.engines.paged_loop import PagedLoop, scheduler_config
+from tests.support.models.latent_models import latent_model
+from tests.support.models.recurrent_models import recurrent_model
+from tests.support.models.tiny_models import VOCAB_SIZE, tiny_model, write_safetensors
+
+pytest.importorskip("triton")
+
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True),
+    SamplingParams(temperature=0.7, seed=6, repetition_penalty=1.3, max_tokens=10, ignore_eos=True),
+]
+
+
+def drafting_engine(path: Path, graphs: FakeGraphs, batch: int = 1, **settings: object) -> Engine:
+    config = EngineConfig(model_path=path, cache_lens=256, cpu_infer=1, self_check=False, speculative_tokens=4)
+    config = replace(config, **settings)  # type: ignore[arg-type]
+    return build_engine(config, page_size=16, max_batch_size=batch, hardware=fake_hardware(graphs=graphs))
+
+
+class Replays:
+    """Whether each step with draft tokens, or decodes alone, was replayed: (its rows of tokens, replayed)."""
+
+    def __init__(self, graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch):
+        self.drafted, self.decoded = list[tuple[int, bool]](), list[tuple[int, bool]]()
+        execute = PagedExecutor.execute
+
+        def watched(executor: PagedExecutor, plan: StepPlan) -> StepResult:
+            before = graphs.replays
+            result = execute(executor, plan)
+            done = plan.num_tokens, graphs.replays > before
+            if any(row.num_drafts for row in plan.rows):
+                self.drafted.append(done)
+            elif all(row.num_tokens == 1 for row in plan.rows):
+                self.decoded.append(done)
+            return result
+
+        monkeypatch.setattr(PagedExecutor, "execute", watched)
+
+
+def compare(engine: Engine, graphs: FakeGraphs, batch: int, monkeypatch: pytest.MonkeyPatch) -> Replays:
+    """Answer with draft tokens and without; every step is replayed."""
+    config = scheduler_config(engine, num_states=engine.cache.num_states, chunk_size=64, max_batch_size=batch)
+    assert engine.max_drafts == 4
+    plain = answers_of(PagedLoop(config, lambda: engine.executor), PARAMS, VOCAB_SIZE)
+    engine.executor.reset()
+    loop = PagedLoop(replace(config, max_drafts=4), lambda: engine.executor)
+    known = {f"r{i}": one.token_ids for i, one in enumerate(plain)}
+    loop.scheduler._drafts = KnownDrafts(loop.config, known, random.Random(3))
+    seen = Replays(graphs, monkeypatch)
+    drafted = answers_of(loop, PARAMS, VOCAB_SIZE)
+    assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
+    assert loop.scheduler.stats().num_accepted > 4
+    assert all(is_replayed for _, is_replayed in seen.drafted + seen.decoded)
+    return seen
+
+
+def model_of(model_type: str) -> PreTrainedModel:
+    """With as few layers as have all kinds."""
+    if model_type == "qwen3_next":
+        return recurrent_model(model_type, num_hidden_layers=1, layer_types=["linear_attention"])
+    if model_type == "deepseek_v32":
+        return latent_model(model_type)
+    return tiny_model(model_type, seed=1, layers=1)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "batch"),
+    [
+        ("qwen3_moe", 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (
+                ("qwen3_moe", 2),
+                ("deepseek_v3", 1),
+                ("deepseek_v32", 1),
+                ("deepseek_v4", 1),
+                ("qwen3_next", 1),
+                ("qwen3_next", 2),
+            )
+        ),
+    ],
+)
+def test_steps_with_draft_tokens_are_replayed(
+    model_type: str, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With experts on the CPU, in the order of the stream; of latent, sparse and compressed attention, and with states,
+    one of which is kept for each draft token."""
+    graphs = FakeGraphs()
+    with closing(drafting_engine(write_safetensors(model_of(model_type), tmp_path), graphs, batch)) as engine:
+        seen = compare(engine, graphs, batch, monkeypatch)
+    assert max(rows for rows, _ in seen.drafted) > 2 + batch
+    assert sorted(graphs.captured) == ([1, 2, 3, 4, 5] if batch == 1 else [1, 2, 3, 4, 6, 8, 10])
