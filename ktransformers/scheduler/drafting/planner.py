@@ -85,7 +85,8 @@ class DraftPlanner:
         """Note what a step took, with all that lies between steps. Its tokens come later."""
         if not self.most or not all(row.is_decode for row in step.rows):
             return
-        self._costs.add(step.num_rows, seconds)
+        is_drafted = any(row.drafts for row in step.rows)
+        self._costs.add(step.num_rows, seconds, is_ahead=step.is_ahead, is_drafted=is_drafted)
         if self._pause:
             self._pause -= 1
             return
@@ -103,7 +104,7 @@ class DraftPlanner:
         """
         if not self.most or self._pause or prefills or not self._may_pay(decodes):
             return [[] for _ in decodes]
-        counts = self._counts([self._chances(seq, self._most_of(seq)) for seq in decodes])
+        counts, _ = self._counts([self._chances(seq, self._most_of(seq)) for seq in decodes])
         return [self._drafter(seq).draft(count) if count else [] for seq, count in zip(decodes, counts, strict=True)]
 
     def _may_pay(self, decodes: Seq[Sequence]) -> bool:
@@ -119,7 +120,7 @@ class DraftPlanner:
 
     def awaits_tokens(self, running: Seq[Sequence], decodes: Seq[Sequence], prefills: Seq[Sequence]) -> bool:
         """Whether the step in flight is to be committed before the next one is planned: it runs draft tokens, or the
-        next one would if the first of them are right.
+        next one would if the first of them are right, and gain by that more than is lost by waiting in vain.
 
         Nobody goes on alone meanwhile: a step with half of the sequences would cost those the others lack as much.
         """
@@ -129,13 +130,20 @@ class DraftPlanner:
             return True
         if prefills or self._pause:
             return False
-        chances = []
+        chances, firsts, costs = list[list[float]](), list[float](), self._costs
         for seq in decodes:
             most = self._most_of(seq)
             later = self._chances(seq, most + 1) if most else []
             is_likely = bool(later) and later[0] > _LIKELY
             chances.append([chance / later[0] for chance in later[1:]] if is_likely else [])
-        return any(self._counts(chances))
+            firsts.append(later[0] if is_likely else 1.0)
+        counts, gain = self._counts(chances)
+        if not any(counts):
+            return False
+        first = min(chance for chance, count in zip(firsts, counts, strict=True) if count)
+        # One wait is lost for sure. Drafts that are right `first` of the time go on for 1 / (1 - first) steps.
+        lost = len(decodes) * math.log1p(costs.wait / costs.seconds(len(decodes)))
+        return first * gain > (1.0 - first) * lost
 
     def _drafter(self, seq: Sequence) -> Drafter:
         drafter = seq.drafter
@@ -155,11 +163,12 @@ class DraftPlanner:
         """Of its first 1, 2, ... count draft tokens, to be all accepted."""
         return self._drafter(seq).chances(count) if count > 0 else []
 
-    def _counts(self, chances: list[list[float]]) -> list[int]:
-        """How many draft tokens each sequence gets. chances: see `_chances`, of each."""
+    def _counts(self, chances: list[list[float]]) -> tuple[list[int], float]:
+        """How many draft tokens each sequence gets, and the logarithm of how many times as fast all of them together
+        become by these, 0 without any. chances: see `_chances`, of each."""
         counts, rows, costs = [0] * len(chances), len(chances), self._costs
         if not any(chances) or not costs.knows(rows):
-            return counts
+            return counts, 0.0
         drafts = [draft for i, one in enumerate(chances) for draft in _drafts_of(i, one)]
         drafts.sort(key=lambda draft: (-draft.gain, draft.depth))
         gain, best, chosen, alone = 0.0, rows * math.log(MARGIN), 0, costs.seconds(rows)
@@ -170,4 +179,4 @@ class DraftPlanner:
                 best, chosen = left, num
         for draft in drafts[:chosen]:
             counts[draft.index] = max(counts[draft.index], draft.depth + 1)
-        return counts
+        return counts, best if chosen else 0.0

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.load.builder import Engine, build_engine
+from ktransformers.engine.load.builder import Engine, build_engine, plan_model
+from ktransformers.engine.sampling.logits_request import BEST_TOKEN, StepLogits
+from ktransformers.engine.step.logits_fetch import LogitsFetch
 from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.scheduler.records import StepPlan, StepResult
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
+from tests.support.engines.gpu_engines import sequence_start, step_row
 from tests.support.engines.known_drafts import KnownDrafts, answers_of
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
 from tests.support.models.latent_models import latent_model
@@ -109,3 +115,56 @@ def test_steps_with_draft_tokens_are_replayed(
         seen = compare(engine, graphs, batch, monkeypatch)
     assert max(rows for rows, _ in seen.drafted) > 2 + batch
     assert sorted(graphs.captured) == ([1, 2, 3, 4, 5] if batch == 1 else [1, 2, 3, 4, 6, 8, 10])
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"use_cuda_graph": False}, "--no_use_cuda_graph"),
+        ({"cpu_prefill": "bf16"}, "--cpu_prefill bf16 rounds steps of many rows in another way"),
+    ],
+)
+def test_where_they_have_no_graphs_nothing_is_drafted_by_itself(
+    settings: dict[str, object], reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, graphs = write_safetensors(model_of("qwen3_next"), tmp_path), FakeGraphs()
+    with caplog.at_level("INFO"), closing(drafting_engine(path, graphs, **settings)) as engine:
+        assert (engine.max_drafts, engine.scheduler_config.max_drafts) == (0, 0)
+    assert reason in next(text for text in caplog.messages if text.startswith("no draft tokens: "))
+
+
+def test_states_for_draft_tokens_are_planned_where_there_are_graphs(tmp_path: Path) -> None:
+    """And none where nothing is drafted."""
+    path = write_safetensors(model_of("qwen3_next"), tmp_path)
+    config = EngineConfig(model_path=path, cache_lens=64, cpu_infer=1, self_check=False, speculative_tokens=3)
+    sizes = [
+        plan_model(replace(config, **more), hardware=fake_hardware()).extra_bytes["states"]["cuda:0"]  # type: ignore[arg-type]
+        for more in ({}, {"speculative": "off"}, {"use_cuda_graph": False})
+    ]
+    assert sizes[1] == sizes[2]
+    one, rest = divmod(sizes[0] - sizes[1], 3)
+    assert rest == 0
+    assert sizes[1] % one == 0
+
+
+def test_logits_of_all_rows_come_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of greedy rows the best tokens alone, however many there are."""
+    path, graphs = write_safetensors(model_of("qwen3_moe"), tmp_path), FakeGraphs()
+    fetched = list[tuple[int, ...]]()
+    requested = LogitsFetch.requested
+
+    def watched(self: LogitsFetch, logits: Tensor, requests: Sequence[int]) -> StepLogits:
+        fetched.append((len(logits), *requests))
+        return requested(self, logits, requests)
+
+    with closing(drafting_engine(path, graphs)) as engine:
+        monkeypatch.setattr(LogitsFetch, "requested", watched)
+        start = sequence_start(0, [5, 6, 7])
+        rows = [step_row(0, [5, 6, 7], 0, [0])]
+        first = engine.executor.execute(StepPlan(step_id=1, ended=[], starts=[start], rows=rows))
+        token = first.results[0].token_id
+        assert token is not None
+        row = msgspec.structs.replace(step_row(0, [token, 1, 2], 3, [], first_page=1), num_drafts=2)
+        engine.executor.execute(StepPlan(step_id=2, ended=[], starts=[], rows=[row]))
+    assert fetched == [(1, BEST_TOKEN), (3, BEST_TOKEN, BEST_TOKEN, BEST_TOKEN)]
+    assert graphs.replays == 2
