@@ -96,7 +96,7 @@ def outputs(speculative: str) -> list[RequestOutput]:
 
 def test_the_bundled_model_says_the_same_with_prompt_lookup_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
     add = RowCosts.add  # all steps take the same, whatever else the machine does
-    monkeypatch.setattr(RowCosts, "add", lambda self, rows, seconds: add(self, rows, 1.0))
+    monkeypatch.setattr(RowCosts, "add", lambda self, rows, seconds, **kinds: add(self, rows, 1.0, **kinds))
     plain, drafted = outputs("off"), outputs("ngram")
     for one, other in zip(plain, drafted, strict=True):
         assert (one.token_ids, one.text, one.logprobs) == (other.token_ids, other.text, other.logprobs)
