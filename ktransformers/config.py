@@ -328,8 +328,8 @@ class EngineConfig:
         "" for processes of this machine. stage_key_file: what the driver proves to them that it is one with.
     tensor_parallel: GPUs over which attention and dense parts of every layer are cut, a process each.
     speculative: where draft tokens come from, which steps run behind the known one and which are accepted where they
-        are what is sampled anyway: "ngram", what followed the last tokens where they stood before; "auto", that on the
-        CPU; "off". Answers are the same.
+        are what is sampled anyway: "ngram", what followed the last tokens where they stood before; "auto", that, but
+        on GPUs only where steps with draft tokens have CUDA graphs; "off". Answers are the same.
     speculative_tokens: draft tokens of a sequence in a step at most; as many as pay are taken.
     """
 

@@ -132,7 +132,8 @@ def _add_speculative_flags(group: argparse._ActionsContainer, config: EngineConf
         choices=SPECULATIVES,
         default=config.speculative,
         help="speculative decoding: steps run draft tokens, too, and accept those that are sampled anyway, so that "
-        "answers are the same; ngram: what followed the last tokens before; auto: that, on the CPU (%(default)s)",
+        "answers are the same; ngram: what followed the last tokens before; auto: that, but on GPUs only where such "
+        "steps have CUDA graphs (%(default)s)",
     )
     group.add_argument(
         "--speculative_tokens",

@@ -12,7 +12,7 @@ from ktransformers.engine.plan.draft_steps import why_drafts_run_eagerly
 from ktransformers.engine.plan.planning import Hardware
 from ktransformers.engine.step.cuda_graph_runner import GraphBackend
 from ktransformers.engine.step.decode import DecodeSteps, why_not_captured
-from ktransformers.engine.step.decode_inputs import StepSize
+from ktransformers.engine.step.decode_inputs import StepSize, draft_sizes
 from ktransformers.engine.step.graph_sizes import replayed_drafts, replayed_sizes
 from ktransformers.engine.step.layout import StepLayout
 from ktransformers.operators.attention.flash import FlashLayer
@@ -65,8 +65,10 @@ def choose_graphs(
         return StepGraphs(None, (), reason)
     why_eager = why_drafts_run_eagerly(config, {place.device for place in plan.layer_devices})
     most_rows, batch = extent.most_rows, extent.max_batch_size
-    drafts = replayed_drafts(config.max_drafts(why_eager), plan, layout, most_rows, batch)
-    sizes = (*replayed_sizes(hardware.graph_rows, plan, layout, flash, most_rows, batch), *drafts)
+    max_drafts = config.max_drafts(why_eager)
+    drafts = draft_sizes(hardware.draft_rows, max_drafts, most_rows, batch) if max_drafts else ()
+    sizes = replayed_sizes(hardware.graph_rows, plan, layout, flash, most_rows, batch)
+    sizes += replayed_drafts(drafts, plan, layout)
     if config.use_cuda_graph is False:
         logger.info("decode steps run without CUDA graphs: --no_use_cuda_graph")
         return StepGraphs(None, sizes, why_eager)

@@ -22,7 +22,7 @@ from ktransformers.engine.plan.kv_types import KvTypes
 from ktransformers.engine.plan.tier_plan import tier_bytes
 from ktransformers.engine.step.cuda_graph_runner import CudaGraphs, GraphBackend
 from ktransformers.engine.step.expert_streaming import PrefillTools, cuda_tools
-from ktransformers.engine.step.graph_sizes import GRAPH_ROWS, largest_graph
+from ktransformers.engine.step.graph_sizes import DRAFT_ROWS, GRAPH_ROWS, largest_graph
 from ktransformers.errors import ConfigError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.types import QuantType
@@ -56,8 +56,9 @@ _MANY_CORES = 8
 class Hardware:
     """The hardware that an engine runs on. Tests make up GPUs. make_graphs: how decode steps are captured on GPUs.
 
-    prefill_tools: for streaming experts to a device, None where that is not possible. graph_rows: of the steps that are
-    captured beside decode steps. is_served: whether a scheduler, an HTTP server and clients share the processor.
+    prefill_tools: for streaming experts to a device, None where that is not possible. graph_rows, draft_rows: of the
+    steps that are captured beside decode steps, with prompts and with draft tokens. is_served: whether a scheduler, an
+    HTTP server and clients share the processor.
     """
 
     machine: Machine
@@ -65,6 +66,7 @@ class Hardware:
     make_graphs: Callable[[Sequence[torch.device]], GraphBackend] = CudaGraphs
     prefill_tools: Callable[[Device], PrefillTools | None] = cuda_tools
     graph_rows: Sequence[int] = GRAPH_ROWS
+    draft_rows: Sequence[int] = DRAFT_ROWS
     is_served: bool = False
 
     @property

@@ -32,9 +32,6 @@ __all__ = [
 _FEW_ROWS = 16
 """Up to so many rows attention reads each row's positions apart, whoever they belong to."""
 
-_DRAFT_ROWS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Rows of graphs for draft tokens: each is padded by a third at most. Above, drafting hardly ever pays."""
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepSize:
@@ -97,14 +94,15 @@ def mixed_sizes(rows: Sequence[int], most_rows: int, max_batch_size: int) -> tup
     return tuple(sorted(size for size in found if not size.is_decode))
 
 
-def draft_sizes(max_drafts: int, most_rows: int, max_batch_size: int) -> tuple[StepSize, ...]:
-    """Choose the sizes of steps with up to max_drafts draft tokens behind each token, of up to most_rows rows.
+def draft_sizes(rows: Sequence[int], max_drafts: int, most_rows: int, max_batch_size: int) -> tuple[StepSize, ...]:
+    """Choose the sizes of steps with up to max_drafts draft tokens behind each token: of `rows`, as far as steps of
+    most_rows rows need them.
 
     Steps of no more rows than there may be sequences take the graphs of decode steps, which keep as many logits.
     """
-    most = min(max_batch_size * (1 + max_drafts), most_rows, _DRAFT_ROWS[-1])
-    counts = {rows for rows in (*_DRAFT_ROWS, most) if max_batch_size < rows <= most}
-    return tuple(StepSize(rows, max_batch_size, rows) for rows in sorted(counts))
+    most = min(max_batch_size * (1 + max_drafts), most_rows, max(rows, default=0))
+    counts = {count for count in (*rows, most) if max_batch_size < count <= most}
+    return tuple(StepSize(count, max_batch_size, count) for count in sorted(counts))
 
 
 @dataclass(frozen=True, slots=True)

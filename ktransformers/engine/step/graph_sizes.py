@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Sequence
 
-from ktransformers.engine.step.decode_inputs import StepSize, draft_sizes, mixed_sizes
+from ktransformers.engine.step.decode_inputs import StepSize, mixed_sizes
 from ktransformers.engine.step.expert_streaming import PrefillStream
 from ktransformers.engine.step.layout import StepLayout
 from ktransformers.operators.attention.compressed import KCompressedAttention
@@ -28,12 +28,15 @@ from ktransformers.operators.device import STREAM_ROWS
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.optimize.plan import Plan
 
-__all__ = ["GRAPH_ROWS", "choices_of", "largest_graph", "replayed_drafts", "replayed_sizes"]
+__all__ = ["DRAFT_ROWS", "GRAPH_ROWS", "choices_of", "largest_graph", "replayed_drafts", "replayed_sizes"]
 
 logger = logging.getLogger(__name__)
 
 GRAPH_ROWS = (16, 32, 64, 128, 256, 512, 1024)
 """Rows of the graphs: above, launching kernels one by one costs little beside running them."""
+
+DRAFT_ROWS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Rows of the graphs for draft tokens: no step is padded by more than half. Above, drafting hardly ever pays."""
 
 
 def largest_graph(rows: Sequence[int], chunk_size: int) -> int:
@@ -102,12 +105,9 @@ def replayed_sizes(
     return tuple(found)
 
 
-def replayed_drafts(
-    max_drafts: int, plan: Plan, layout: StepLayout, most_rows: int, max_batch_size: int
-) -> tuple[StepSize, ...]:
-    """Choose the sizes of steps with up to max_drafts draft tokens behind each token, see `draft_sizes`: those in which
-    the host decides nothing. Logs one line where there are others."""
-    sizes = draft_sizes(max_drafts, most_rows, max_batch_size) if max_drafts else ()
+def replayed_drafts(sizes: Iterable[StepSize], plan: Plan, layout: StepLayout) -> tuple[StepSize, ...]:
+    """Return those of the sizes of steps with draft tokens, in ascending order, in which the host decides nothing.
+    Logs one line where there are others."""
     found = []
     for size in sizes:
         reason = _why_not(size.rows, plan, layout)

@@ -13,12 +13,21 @@ import pytest
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from benchmarks.known_answers import KnownDrafter
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
+from ktransformers.engine.api.batch_loop import BatchLoop
+from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import Engine, build_engine, plan_model
 from ktransformers.engine.sampling.logits_request import BEST_TOKEN, StepLogits
+from ktransformers.engine.step.graph_sizes import DRAFT_ROWS
 from ktransformers.engine.step.logits_fetch import LogitsFetch
 from ktransformers.engine.step.paged import PagedExecutor
+from ktransformers.kernels.transfer.async_cpu_experts import AsyncCpuExperts
+from ktransformers.scheduler.drafting import planner
+from ktransformers.scheduler.drafting.acceptance import AcceptanceRates
+from ktransformers.scheduler.drafting.prompt_lookup import MAX_MATCH
+from ktransformers.scheduler.drafting.row_costs import RowCosts
 from ktransformers.scheduler.records import StepPlan, StepResult
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.engines.gpu_engines import sequence_start, step_row
@@ -39,7 +48,9 @@ PARAMS = [
 def drafting_engine(path: Path, graphs: FakeGraphs, batch: int = 1, **settings: object) -> Engine:
     config = EngineConfig(model_path=path, cache_lens=256, cpu_infer=1, self_check=False, speculative_tokens=4)
     config = replace(config, **settings)  # type: ignore[arg-type]
-    return build_engine(config, page_size=16, max_batch_size=batch, hardware=fake_hardware(graphs=graphs))
+    return build_engine(
+        config, page_size=16, max_batch_size=batch, hardware=fake_hardware(graphs=graphs, draft_rows=DRAFT_ROWS)
+    )
 
 
 class Replays:
@@ -147,24 +158,56 @@ def test_states_for_draft_tokens_are_planned_where_there_are_graphs(tmp_path: Pa
     assert sizes[1] % one == 0
 
 
-def test_logits_of_all_rows_come_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of greedy rows the best tokens alone, however many there are."""
+def test_a_step_with_draft_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of all rows come at once, of greedy ones the best tokens alone; and the CPU's experts, which the graph
+    sets off, compute those rows and no padding."""
     path, graphs = write_safetensors(model_of("qwen3_moe"), tmp_path), FakeGraphs()
-    fetched = list[tuple[int, ...]]()
-    requested = LogitsFetch.requested
+    fetched, expected = list[tuple[int, ...]](), list[int]()
+    requested, expect = LogitsFetch.requested, AsyncCpuExperts.expect
+
+    def noted(self: AsyncCpuExperts, count: int, num_tokens: int) -> None:
+        expected.append(num_tokens)
+        expect(self, count, num_tokens)
 
     def watched(self: LogitsFetch, logits: Tensor, requests: Sequence[int]) -> StepLogits:
         fetched.append((len(logits), *requests))
         return requested(self, logits, requests)
 
-    with closing(drafting_engine(path, graphs)) as engine:
+    with closing(drafting_engine(path, graphs, speculative_tokens=5)) as engine:
         monkeypatch.setattr(LogitsFetch, "requested", watched)
+        monkeypatch.setattr(AsyncCpuExperts, "expect", noted)
         start = sequence_start(0, [5, 6, 7])
         rows = [step_row(0, [5, 6, 7], 0, [0])]
         first = engine.executor.execute(StepPlan(step_id=1, ended=[], starts=[start], rows=rows))
         token = first.results[0].token_id
         assert token is not None
-        row = msgspec.structs.replace(step_row(0, [token, 1, 2], 3, [], first_page=1), num_drafts=2)
+        row = msgspec.structs.replace(step_row(0, [token, 1, 2, 3, 4], 3, [], first_page=1), num_drafts=4)
         engine.executor.execute(StepPlan(step_id=2, ended=[], starts=[], rows=[row]))
-    assert fetched == [(1, BEST_TOKEN), (3, BEST_TOKEN, BEST_TOKEN, BEST_TOKEN)]
-    assert graphs.replays == 2
+    assert graphs.captured == [6, 4, 3, 2, 1]
+    assert fetched == [(1, BEST_TOKEN), (5, *[BEST_TOKEN] * 5)]
+    assert (graphs.replays, expected) == (2, [3, 5])
+
+
+def answered(path: Path, params: SamplingParams, prompt: list[int], **settings: object) -> tuple[list[int], int]:
+    """The tokens of an answer, and how many of them were draft tokens. Steps are planned ahead."""
+    config = EngineConfig(model_path=path, cache_lens=64, cpu_infer=1, self_check=False, **settings)  # type: ignore[arg-type]
+    llm = LLM.from_loop(
+        BatchLoop(lambda report: build_engine(config, report, hardware=fake_hardware(draft_rows=DRAFT_ROWS)))
+    )
+    with llm:
+        (output,) = llm.generate([prompt], params)
+    return list(output.token_ids), output.stats.num_accepted
+
+
+def test_answers_of_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps in front of those with draft tokens are waited for, others are not."""
+    path, prompt = write_safetensors(model_of("qwen3_moe"), tmp_path), [5, 9, 11]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    want, num_accepted = answered(path, params, prompt, speculative="off")
+    assert num_accepted == 0
+    add, rates = RowCosts.add, AcceptanceRates(MAX_MATCH)
+    monkeypatch.setattr(RowCosts, "add", lambda costs, rows, seconds, **kinds: add(costs, rows, 1.0, **kinds))
+    monkeypatch.setattr(planner, "PromptLookup", lambda ids, *args: KnownDrafter(ids, rates, [*prompt, *want]))
+    got, num_accepted = answered(path, params, prompt, speculative_tokens=2)
+    assert got == want
+    assert num_accepted >= 4

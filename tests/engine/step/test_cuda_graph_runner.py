@@ -17,6 +17,7 @@ from ktransformers.engine.step.decode_inputs import (
     draft_sizes,
     mixed_sizes,
 )
+from ktransformers.engine.step.graph_sizes import DRAFT_ROWS
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.transfer.async_cpu_experts import AsyncCpuExperts, EnqueueMethod, StreamShape
 from ktransformers.kernels.types import ActivationSpec, ExpertWeights, RawTensor
@@ -289,7 +290,7 @@ def test_sizes_of_other_steps(most_rows, batch, sizes):
     ],
 )
 def test_sizes_of_steps_with_draft_tokens(drafts, most_rows, batch, rows):
-    assert draft_sizes(drafts, most_rows, batch) == tuple(StepSize(count, batch, count) for count in rows)
+    assert draft_sizes(DRAFT_ROWS, drafts, most_rows, batch) == tuple(StepSize(count, batch, count) for count in rows)
 
 
 DRAFTED = (StepSize(3, 1, 3), StepSize(20, 1, 20))
