@@ -247,7 +247,10 @@ def open_hot(
         try:
             pinned = _pinned(tools, [kernel for key, kernel in kernels.items() if key not in prefill])
         except KernelError as error:
-            logger.warning("no experts get slots on %s: their memory cannot be pinned (%s)", device.name, error)
+            advice = "--hot_experts off puts whole layers there"
+            logger.warning(
+                "no experts get slots on %s: their memory cannot be pinned (%s); %s", device.name, error, advice
+            )
             continue
         for keys in grouped.values():
             of_pool, slots = [kernels[key] for key in keys], sum(hot.slots[key] for key in keys)

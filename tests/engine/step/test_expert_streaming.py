@@ -63,7 +63,9 @@ def rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(model_path: Path, rules: Path) -> EngineConfig:
-    return EngineConfig(model_path=model_path, optimize_config_path=rules, cache_lens=64, cpu_infer=1, cpu_quant="q8_0")
+    """No slots, unless a test asks for them."""
+    options = {"cache_lens": 64, "cpu_infer": 1, "cpu_quant": "q8_0", "hot_experts": "off"}
+    return EngineConfig(model_path=model_path, optimize_config_path=rules, **options)  # type: ignore[arg-type]
 
 
 def test_a_streamed_prompt_gives_what_the_cpu_gives(config: EngineConfig) -> None:
