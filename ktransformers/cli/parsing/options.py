@@ -248,9 +248,9 @@ def add_plan_flags(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--hot_experts",
         default=config.hot_experts,
-        metavar="off|auto|N",
-        help="slots on a GPU for the experts that each layer on the CPU uses most: N, or as many as fit in the place "
-        "of whole layers (%(default)s)",
+        metavar="auto|off|N",
+        help="slots on a GPU for the experts that layers on the CPU use most: N for each layer, or what is left of the "
+        "GPU; off: whole layers there (%(default)s)",
     )
     add_toggle(group, "use_cuda", default=None, help="place modules on GPUs where rules say cuda (on if there are any)")
     group.add_argument(

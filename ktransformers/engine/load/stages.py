@@ -199,7 +199,8 @@ def load_weights(planned_part: PlannedPart, progress: Progress | None) -> Loaded
     tools, batch = part.hardware.prefill_tools, planned_part.cache_plan.max_batch_size
     layout = optimize_and_load_gguf(part.opened, plan, planned_part.longest, progress)
     flash = find_flash(plan, part.config.attention_backend, planned_part.page_size, part.config.kv_type)
-    prefill = open_prefills(plan, planned.streamings, tools, batch)
+    slots = {key: count for hot in planned.hots for key, count in hot.slots.items()}
+    prefill = open_prefills(plan, planned.streamings, tools, batch, slots)
     hot = open_hot(plan, planned.hots, prefill, tools, batch)
     rotations = rotations_of(part.opened.model, plan)
     bind_plan(plan, planned_part.longest, {**flash, **prefill, **hot.layers, **rotations})
