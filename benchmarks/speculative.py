@@ -2,9 +2,12 @@
 
 A model answers three kinds of prompts, alternately with --speculative ngram and off, so that what else the machine does
 meets both: "code" is code that is repeated (a grammar holds the answer to that, since small models cannot), "text" is
-drawn at temperature 0.8, and "noise" at one at which hardly anything repeats. Tokens must be equal, `==`. The bound is
-what steps allow: an answer of n tokens of which a were accepted takes n - a steps, so that it would be n / (n - a)
-times as fast if a step took the same with draft tokens.
+drawn at temperature 0.8, and "noise" at one at which hardly anything repeats. On the CPU tokens must be equal, `==`; on
+GPUs it is counted how many answers are others. The bound is what steps allow: an answer of n tokens of which a were
+accepted takes n - a steps, so that it would be n / (n - a) times as fast if a step took the same with draft tokens.
+
+With --synthetic SHAPE, random weights answer with tokens that are known beforehand, of which --accept of the drafts are
+right (known_answers.py): greedy, behind --prompt_len tokens.
 """
 
 from __future__ import annotations
@@ -12,24 +15,30 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from statistics import median
+from typing import TypeAlias
 
 from benchmarks.command import benchmark_parser
-from ktransformers.bench.common.machine import machine_facts, shown_machine
+from benchmarks.known_answers import KnownAnswers
+from ktransformers.bench.common.machine import measured_machine, shown_machine
 from ktransformers.bench.common.report import Column, FigureTable, Record, Row, print_record
 from ktransformers.cli import run_command
-from ktransformers.cli.bench.options import add_threads, check_between, check_threads, numbers
-from ktransformers.cli.parsing.options import set_up_logging
+from ktransformers.cli.bench.options import SHAPE_NAMES, check_between, check_range, model_or_shape, numbers
+from ktransformers.cli.parsing.options import add_logging_flag, add_model_argument, add_model_flags, set_up_logging
+from ktransformers.config import SPECULATIVES, EngineConfig
 from ktransformers.core import Constraint, ConstraintKind, SamplingParams
+from ktransformers.engine.api.batch_loop import BatchLoop
 from ktransformers.engine.api.llm import LLM, RequestOutput
-from ktransformers.errors import EngineError
-from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.engine.load.builder import build_engine
+from ktransformers.engine.model.opened import OpenedModel, open_model, open_synthetic
+from ktransformers.errors import ConfigError, EngineError
+from ktransformers.models.synthetic_shapes import find_shape
 from ktransformers.system.cores import usable_cores
 
-__all__ = ["bench_speculative", "main"]
+__all__ = ["SpeculativeWork", "bench_speculative", "main"]
 
 _CODE = """class Stack:
     def __init__(self):
@@ -62,81 +71,176 @@ _COLUMNS = (
     Column("bound", 7, ".2f"),
     Column("accepted", 8),
     Column("drafted", 7),
+    Column("other", 5),
 )
+_SPARE_LEN = 512  # tokens of the cache for a sequence beside its own, which fill whole pages
+
+Answers: TypeAlias = tuple[float, list[RequestOutput]]
+"""Seconds of the decode of answers side by side, and these."""
 
 
-_MAX_TOKENS = 200
+@dataclass(frozen=True, slots=True)
+class SpeculativeWork:
+    """What to measure: `config`'s model, or random weights in the shape `synthetic` with `layers` of its layers.
+
+    streams: answers at once. repeats: pairs of answers per figure. accepts: of a shape, how likely a draft token is
+    right. prompt_len: of a shape, tokens before the answers.
+    """
+
+    config: EngineConfig
+    streams: Sequence[int]
+    repeats: int
+    synthetic: str | None = None
+    layers: int | None = None
+    accepts: Sequence[float] = ()
+    prompt_len: int = 64
 
 
-def _answers(llm: LLM, kind: str, num_streams: int, seed: int) -> tuple[float, list[RequestOutput]]:
-    """Seconds of the decode of `num_streams` answers side by side, and these."""
+def _answers(llm: LLM, kind: str, num_streams: int, max_tokens: int, seed: int) -> Answers:
     prompt, asked = _PROMPTS[kind]
-    params = [replace(asked, max_tokens=_MAX_TOKENS, seed=seed + i) for i in range(num_streams)]
-    outputs = llm.generate([prompt] * num_streams, params)
+    params = [replace(asked, max_tokens=max_tokens, seed=seed + i) for i in range(num_streams)]
+    return _timed(llm.generate([prompt] * num_streams, params))
+
+
+def _known_answers(llm: LLM, known: KnownAnswers, params: SamplingParams, num_streams: int, seed: int) -> Answers:
+    seeds = [1000 * seed + i for i in range(num_streams)]
+    with known.in_place():
+        prompts = [known.prompt(one) for one in seeds]
+        return _timed(llm.generate(prompts, [replace(params, seed=one) for one in seeds]))
+
+
+def _timed(outputs: list[RequestOutput]) -> Answers:
     return max(output.stats.decode_seconds for output in outputs), outputs
 
 
-def _compare(plain: LLM, drafting: LLM, kind: str, num_streams: int, repeats: int) -> Row:
-    """One line of the table. Raises EngineError when an answer is another one with draft tokens."""
+def _compare(
+    plain: Callable[[int], Answers], drafting: Callable[[int], Answers], repeats: int, *, is_exact: bool
+) -> Row:
+    """The figures of a line of the table. plain, drafting: answer, by a seed. Raises EngineError when an answer is
+    another one with draft tokens, where that cannot be."""
     off, on = list[float](), list[float]()
-    num_tokens = num_drafted = num_accepted = 0
+    num_tokens = num_drafted = num_accepted = num_other = 0
     for seed in range(1 + repeats):
-        seconds, want = _answers(plain, kind, num_streams, seed)
-        other, got = _answers(drafting, kind, num_streams, seed)
-        if [one.token_ids for one in want] != [one.token_ids for one in got]:
-            raise EngineError(f"{kind}, seed {seed}: an answer is another one with draft tokens")
+        (seconds, want), (other, got) = plain(seed), drafting(seed)
+        num_different = sum(one.token_ids != two.token_ids for one, two in zip(want, got, strict=True))
+        if num_different and is_exact:
+            raise EngineError(f"seed {seed}: an answer is another one with draft tokens")
         if not seed:
             continue  # what was never run before is slower
-        longest = max(len(one.token_ids) for one in want)
-        off.append(seconds / longest * 1e3)
-        on.append(other / longest * 1e3)
+        longest = [max(len(one.token_ids) for one in outputs) for outputs in (want, got)]
+        off.append(seconds / longest[0] * 1e3)
+        on.append(other / longest[1] * 1e3)
         num_tokens += sum(len(one.token_ids) for one in got)
         num_drafted += sum(one.stats.num_drafted for one in got)
         num_accepted += sum(one.stats.num_accepted for one in got)
+        num_other += num_different
     return {
-        "prompts": kind,
-        "streams": num_streams,
         "off_ms": median(off),
         "ms": median(on),
         "ratio": median(before / after for before, after in zip(off, on, strict=True)),
         "bound": num_tokens / (num_tokens - num_accepted),
         "accepted": num_accepted,
         "drafted": num_drafted,
+        "other": num_other,
     }
 
 
-def bench_speculative(model: str | None, streams: Sequence[int], threads: int, repeats: int) -> Record:
-    """Print a table, a line per kind of prompts and number of streams. model: as LLM takes it."""
-    pool = WorkerPool(threads)
-    machine = machine_facts(pool)
-    pool.close()
+def _loaded(config: EngineConfig, opened: OpenedModel, num_streams: int) -> LLM:
+    return LLM.from_loop(
+        BatchLoop(lambda report: build_engine(config, report, opened=opened, max_batch_size=num_streams))
+    )
+
+
+def _of_texts(work: SpeculativeWork, num_streams: int, table: FigureTable) -> None:
+    """Add a line for each kind of prompts. Two models are loaded, of which one drafts."""
+
+    def load(speculative: str) -> LLM:
+        config = replace(work.config, speculative=speculative)
+        return _loaded(config, open_model(config), num_streams)
+
+    max_tokens = work.config.max_new_tokens
+    with load("off") as plain, load("ngram") as drafting:
+        is_exact = not drafting.engine.uses_gpus
+        for kind in _PROMPTS:
+            ways = [partial(_answers, llm, kind, num_streams, max_tokens) for llm in (plain, drafting)]
+            figures = _compare(ways[0], ways[1], work.repeats, is_exact=is_exact)
+            table.add({"prompts": kind, "streams": num_streams, **figures})
+
+
+def _of_shape(work: SpeculativeWork, num_streams: int, table: FigureTable) -> None:
+    """Add a line for each acceptance. One model is loaded; answers without draft tokens ask for none."""
+    assert work.synthetic is not None
+    max_tokens = work.config.max_new_tokens
+    room = num_streams * (work.prompt_len + max_tokens + _SPARE_LEN)
+    config = replace(work.config, speculative="ngram", cache_lens=work.config.cache_lens or room)
+    opened = open_synthetic(config, find_shape(work.synthetic).config(work.layers))
+    with _loaded(opened.config, opened, num_streams) as llm:
+        asked = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
+        for accept in work.accepts:
+            known = KnownAnswers(llm.engine.model.vocab_size, accept, work.prompt_len, max_tokens)
+            plain, drafting = (
+                partial(_known_answers, llm, known, params, num_streams)
+                for params in (replace(asked, max_drafts=0), asked)
+            )
+            figures = _compare(plain, drafting, work.repeats, is_exact=True)
+            table.add({"prompts": f"{accept:g}", "streams": num_streams, **figures})
+
+
+def bench_speculative(work: SpeculativeWork) -> Record:
+    """Print the machine and a table: a line per kind of prompts, or acceptance, and number of streams."""
+    machine = measured_machine(work.config.cpu_infer or usable_cores())
     print(shown_machine(machine))
     table = FigureTable(_COLUMNS)
-    for num_streams in streams:
-        load = partial(LLM, model, cpu_infer=threads, max_batch_size=num_streams)
-        with load(speculative="off") as plain, load(speculative="ngram") as drafting:
-            for kind in _PROMPTS:
-                table.add(_compare(plain, drafting, kind, num_streams, repeats))
-    return {"machine": machine, "model": model or "bundled", "rows": table.rows}
+    for num_streams in work.streams:
+        (_of_texts if work.synthetic is None else _of_shape)(work, num_streams, table)
+    path = work.config.gguf_path or work.config.model_path
+    settings = {name: value for name, value in asdict(work).items() if name != "config"}
+    return {"machine": machine, "model": work.synthetic or str(path), "work": settings, "rows": table.rows}
+
+
+def _chances(text: str) -> list[float]:
+    """The numbers in "0.8,0". Raises ConfigError."""
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--accept {text}: give numbers from 0 to 1, such as 0.8,0") from None
+    for chance in found:
+        check_range("accept", chance, 0, 1)
+    return found
 
 
 def _speculative(args: argparse.Namespace) -> int:
-    set_up_logging("warning")
+    set_up_logging(args.log_level)
     check_between(args, repeats=1000)
-    check_threads(args)
-    streams = numbers(args.streams, "streams", 256)
-    measure = partial(bench_speculative, args.model, streams, args.threads or usable_cores(), args.repeats)
-    return print_record("speculative", args.json, measure)
+    if args.speculative != SPECULATIVES[0]:
+        raise ConfigError("this compares --speculative ngram with off: leave it out")
+    if args.synthetic is None and (args.accept is not None or args.prompt_len is not None):
+        raise ConfigError("--accept and --prompt_len are of a --synthetic shape; texts have their own")
+    if args.cpu_infer is None:
+        args.cpu_infer = 1 if args.synthetic is None else 0
+    config = model_or_shape(args).resolved(needs_model=args.synthetic is None)
+    streams, accepts = numbers(args.streams, "streams", 256), _chances(args.accept or "0.8")
+    prompt_len = 64 if args.prompt_len is None else args.prompt_len
+    check_range("prompt_len", prompt_len, 1, 1 << 20)
+    work = SpeculativeWork(config, streams, args.repeats, args.synthetic, args.layers, accepts, prompt_len)
+    return print_record("speculative", args.json, partial(bench_speculative, work))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's). Returns the exit code."""
-    text = "What draft tokens gain: answers with them, alternately with the same without."
+    text = "What draft tokens gain: answers with them, alternately with the same without, of a model (the bundled one "
+    text += "without MODEL, on one thread), or of random weights in a shape."
     parser, group = benchmark_parser("speculative", text, _speculative)
-    group.add_argument("--model", help="a GGUF file or a model's folder; default: the bundled model")
+    add_model_argument(parser)
     group.add_argument("--streams", default="1,16", help="answers at once (%(default)s)")
     group.add_argument("--repeats", type=int, default=9, help="pairs of answers per figure (%(default)s)")
-    add_threads(group, 1)
+    group.add_argument("--synthetic", metavar="SHAPE", help=f"random weights: {', '.join(SHAPE_NAMES)}")
+    group.add_argument("--layers", type=int, help="layers of SHAPE; default: all of them")
+    group.add_argument("--accept", metavar="P,P,...", help="of SHAPE: how likely a draft token is right (0.8)")
+    group.add_argument("--prompt_len", type=int, help="of SHAPE: tokens before the answers (64)")
+    add_model_flags(parser)
+    add_logging_flag(group)
+    parser.set_defaults(max_new_tokens=200, cpu_infer=None, log_level="warning")
     return run_command(parser, argv)
 
 

@@ -98,7 +98,7 @@ SPECULATIVES = ("auto", "off", "ngram", "draft", "mtp")
 SPECULATIVE_TOKENS = 7
 """Draft tokens of a sequence in a step at most when nothing is said: with the known token they are eight rows."""
 
-HOT_EXPERTS = ("off", "auto")
+HOT_EXPERTS = ("auto", "off")
 """What `--hot_experts` accepts beside a number, the default first."""
 
 DEFAULT_CHUNK_SIZE = 512
@@ -270,8 +270,8 @@ class EngineConfig:
         processor has instructions for it, or fp32 everywhere, which is to say not at all. Routers and attention's
         projections are fp32 always.
     gpu_memory: GiB that may be used of each GPU; 0 means all that is free.
-    hot_experts: slots on a GPU for experts of each layer on the CPU, which hold those that are used most: a number,
-        "auto" for as many as fit in the place of whole layers, or "off"; see docs/gpu.md.
+    hot_experts: slots on a GPU for experts of layers on the CPU, which hold those that are used most: a number for
+        each layer, "auto" for what is left of the GPU, or "off" for whole layers there; see docs/gpu.md.
     chat_template: a file with a chat template, or the template itself, in place of the one in the model's files.
     tool_format, reasoning_format: how the model writes tool calls and its reasoning, names of docs/server.md; "auto":
         as its chat template does.
@@ -299,8 +299,8 @@ class EngineConfig:
     speculative: where draft tokens come from, which steps run behind the known one and which are accepted where they
         are what is sampled anyway: "ngram", what followed the last tokens where they stood before; "draft", from
         draft_model, a smaller model with the same tokens, a GGUF or a folder; "mtp", from the model's own layers for
-        multi-token prediction; "auto", draft_model if there is one, else as "ngram" on the CPU; "off". Answers are the
-        same.
+        multi-token prediction; "auto", draft_model if there is one, else as "ngram", but on GPUs only where steps with
+        draft tokens have CUDA graphs; "off". Answers are the same.
     speculative_tokens: draft tokens of a sequence in a step at most; as many as pay are taken.
     """
 

@@ -1,19 +1,21 @@
 """Chooses the experts of a model's layers that lie in slots of a GPU while it decodes: a policy on numbers alone.
 
-A pool has slots for experts of one size, of several layers. Every slot holds some expert at all times, or waits for
-one. A step is observed once it is over; what the next steps should find there is decided then:
+A pool has slots for experts of one size, of several layers: whichever are worth most, of any layer. Every slot holds
+some expert at all times, or waits for one. A step is observed once it is over; what the next steps should find there is
+decided then:
 
-    observe    an expert's score is a count in which a pick weighs half as much after `half_life` steps (LRFU, Lee et
-               al., 2001: between the least recently and the least frequently used)
-    decide     an expert that is picked a second time within WINDOW steps takes the place of its layer's expert with the
-               lowest score, if its own is higher by a margin; at most max_uploads a step, those first that gain most
+    observe    counts picks, of experts without a slot as of others: a pick counts half after `half_life` steps
+    decide     an expert is worth its count / (its age + RECENCY), with the steps since its last pick as its age. One
+               that is picked a second time within WINDOW steps takes the place of the one that is worth least, of any
+               layer, if it is worth `margin` times as much; at most max_uploads a step, those first that are worth most
     land       its bytes are there: the map names its slot from the next step on
 
-Nothing reads a slot between `decide` and `land`, but steps that were launched before may: an Upload says after which
-one its slot may be written. Each layer has a quota of slots. It is the same for all, or, where experts are used so
-evenly that uploads cost more than they save, whole layers for the last ones (`is_whole`).
+The margin follows from what uploads bring. Every 64 steps the hits of these steps are compared with those of the
+experts that had a slot before them: where the difference is not worth the uploads, as with even routing, the margin
+rises until next to nothing is uploaded, and falls again where it is.
 
-Deterministic: the same steps lead to the same choices. Knows no devices, bytes or models.
+Nothing reads a slot between `decide` and `land`, but steps that were launched before may: an Upload says after which
+one its slot may be written. Deterministic: the same steps lead to the same choices. Knows no devices, bytes or models.
 
 L layers of the pool, E experts of each, S slots of the pool.
 """
@@ -26,26 +28,27 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MAX_UPLOADS", "WINDOW", "HotCosts", "HotExperts", "HotTotals", "Upload", "replay"]
+__all__ = ["MAX_UPLOADS", "RECENCY", "WINDOW", "HotCosts", "HotExperts", "HotTotals", "Upload", "replay"]
 
 WINDOW = 256
 """Steps within which an expert must be picked twice before it is uploaded."""
 
+RECENCY = 16
+"""Steps that are added to an age: the fewer, the more the last pick counts and the less the number of picks."""
+
 MAX_UPLOADS = 16
 """Of a step, unless somebody knows better."""
 
-_MARGIN = 1.5  # times a score, by which another must be higher
-_HEAD_START = 1.5  # picks
-_JUDGED_EVERY = 64  # steps between two looks at whether whole layers are better
-_LOOKED_EVERY = 8  # steps between two of which it is known what the best choice would have found
-_KEPT = 0.97  # of what was known of earlier steps, at each look
-_HYSTERESIS = 0.03
-_RETRY = 0.98  # of the uploads that slots for each layer took last, at each judgement of whole layers
+_LEAST_MARGIN, _MOST_MARGIN = 1.5, 64.0
+_RAISED, _LOWERED = 1.5, 1 / 1.2  # the margin, where uploads are not worth it, and where they are
+_HEAD_START = 0.5  # picks
+_JUDGED_EVERY = 64  # steps
+_LATER = 2.0  # hits of an upload, for each in the steps until it is judged
+_REMEMBERED = 2048.0  # steps after which a pick counts half for the next start
 _LARGEST = 1e12
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +63,6 @@ class HotCosts:
     def __post_init__(self) -> None:
         if not (0.0 < self.read < 1e3 and 0.0 <= self.upload < 1e3):
             raise ValueError(f"no costs: read {self.read}, upload {self.upload}")
-
-    def gain_of_hot(self, hit_rate: float, share: float, reads: float, uploads: float) -> float:
-        """Return the share of time that a step's experts save with slots for each layer, compared with whole layers on
-        the GPU. share: of experts that have a slot; reads, uploads: of a step.
-        """
-        hot = (1.0 - hit_rate) * reads * self.read + uploads * self.upload
-        whole = (1.0 - share) * reads * self.read
-        return 0.0 if whole <= 0.0 else 1.0 - hot / whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,46 +92,53 @@ class HotTotals:
         return self.hits / self.reads if self.reads else 0.0
 
 
-@dataclass(slots=True)
-class _Recent:
-    """Of the last steps. best: reads that the experts of highest score would have hit."""
+class _Counts:
+    """Picks of each expert, [L * E], of which each counts half after so many steps: kept as multiples of what the
+    newest counts, so that a step touches those alone that it used."""
 
-    steps: float = 0.0
-    reads: float = 0.0
-    best: float = 0.0
-    uploads: float = 0.0
+    def __init__(self, size: int, half_life: float) -> None:
+        self.scaled, self.newest = np.zeros(size), 1.0
+        self._growth = 2.0 ** (1.0 / half_life)
 
-    def fade(self) -> None:
-        self.steps, self.reads = self.steps * _KEPT, self.reads * _KEPT
-        self.best, self.uploads = self.best * _KEPT, self.uploads * _KEPT
+    def add(self, used: Ints) -> None:
+        self.newest *= self._growth
+        self.scaled[used] += self.newest
+        if self.newest > _LARGEST:
+            self.scaled /= self.newest
+            self.newest = 1.0
+
+    def set(self, counts: Floats) -> None:
+        self.scaled[:], self.newest = counts.ravel(), 1.0
 
 
 @dataclass(slots=True)
 class HotExperts:
     """The slots of one pool. Raises ValueError for sizes that make no sense.
 
-    costs: decide between slots for each layer and whole layers; None: always the former.
+    costs: what uploads have to be worth. margin: by which an expert has to be worth more than the one whose place it
+    takes.
     """
 
     num_layers: int
     num_experts: int
     num_slots: int
     max_uploads: int
-    half_life: float = 64.0
-    costs: HotCosts | None = None
-    is_whole: bool = field(default=False, init=False)
+    half_life: float = 32.0
+    costs: HotCosts = field(default_factory=HotCosts)
+    margin: float = field(default=_LEAST_MARGIN, init=False)
     slot_of: npt.NDArray[np.int32] = field(init=False)
     totals: HotTotals = field(default_factory=HotTotals, init=False)
-    _score: Floats = field(init=False, repr=False)
+    # By the number of an expert among those of all layers: layer * E + expert.
+    _slots: npt.NDArray[np.int32] = field(init=False, repr=False)
+    _recent: _Counts = field(init=False, repr=False)
+    _remembered: _Counts = field(init=False, repr=False)
     _last: Ints = field(init=False, repr=False)
-    _quota: Ints = field(init=False, repr=False)
-    _owned: Ints = field(init=False, repr=False)
-    _is_coming: Bools = field(init=False, repr=False)
-    _is_wanted: Bools = field(init=False, repr=False)
-    _weight: float = field(default=1.0, init=False, repr=False)
+    _coming: set[int] = field(default_factory=set, init=False, repr=False)
+    _wanted: Ints = field(init=False, repr=False)
     _launched: int = field(default=0, init=False, repr=False)
-    _recent: _Recent = field(default_factory=_Recent, init=False, repr=False)
-    _hot_uploads: float = field(default=0.0, init=False, repr=False)  # of a step, when there were slots for each layer
+    _judged: HotTotals = field(default_factory=HotTotals, init=False, repr=False)  # when uploads were judged last
+    _had_slot: npt.NDArray[np.bool_] = field(init=False, repr=False)  # at that time
+    _would_hit: int = field(default=0, init=False, repr=False)  # since then, had nothing been uploaded
 
     def __post_init__(self) -> None:
         shape = self.num_layers, self.num_experts
@@ -144,11 +146,12 @@ class HotExperts:
             raise ValueError("layers, experts, slots, uploads and the half-life must be positive")
         if self.num_slots > self.num_layers * self.num_experts:
             raise ValueError(f"{self.num_slots} slots are more than {self.num_layers} x {self.num_experts} experts")
-        self.slot_of = np.full(shape, -1, np.int32)
-        self._score, self._last = np.zeros(shape), np.full(shape, -WINDOW - 1, np.int64)
-        self._is_coming, self._is_wanted = np.zeros(shape, np.bool_), np.zeros(shape, np.bool_)
-        self._quota = self._even_quota()
-        self._owned = np.zeros(self.num_layers, np.int64)
+        size = self.num_layers * self.num_experts
+        self._slots = np.full(size, -1, np.int32)
+        self.slot_of = self._slots.reshape(shape)
+        self._recent, self._remembered = _Counts(size, self.half_life), _Counts(size, _REMEMBERED)
+        self._last = np.full(size, -WINDOW - 1, np.int64)
+        self._wanted, self._had_slot = np.empty(0, np.int64), np.zeros(size, np.bool_)
 
     @property
     def share(self) -> float:
@@ -156,28 +159,29 @@ class HotExperts:
         return self.num_slots / (self.num_layers * self.num_experts)
 
     def scores(self) -> Floats:
-        """Return the experts' scores [L, E]: picks, recent ones in full."""
-        scores: Floats = self._score / self._weight
-        return scores
+        """Return what `begin` takes at another start, [L, E]: picks, those of the last few thousand steps most."""
+        scores: Floats = self._remembered.scaled / self._remembered.newest
+        return scores.reshape(self.slot_of.shape)
 
     def begin(self, scores: Floats | None = None) -> list[Upload]:
-        """Return the uploads that fill the slots at first: what earlier steps chose, or any. All must land before the
-        first step.
+        """Return the uploads that fill the slots at first: experts of the highest scores, and of equal ones as many of
+        each layer. All must land before the first step.
 
         scores: of `scores`, an earlier time. Raises ValueError for those of other experts.
         """
-        if self._owned.any():
+        shape = self.slot_of.shape
+        if (self._slots >= 0).any() or self._coming:
             raise RuntimeError("the slots are filled already")
-        if scores is not None:
-            if scores.shape != self._score.shape or not np.isfinite(scores).all() or scores.min() < 0.0:
-                raise ValueError(f"scores must be numbers of {list(self._score.shape)} experts")
-            self._score[:] = scores
-        made, slot = list[Upload](), 0
-        for layer, best in enumerate(np.argsort(-self._score, axis=1, kind="stable")):
-            for expert in best[: self._quota[layer]].tolist():
-                made.append(self._sent(layer, expert, slot))
-                slot += 1
-        return made
+        known = np.zeros(shape) if scores is None else scores
+        if known.shape != shape or not np.isfinite(known).all() or known.min() < 0.0:
+            raise ValueError(f"scores must be numbers of {list(shape)} experts")
+        self._remembered.set(known)
+        # As many recent picks as the newest steps would have had at this rate.
+        self._recent.set(known * (self.half_life / _REMEMBERED))
+        best = np.argsort(-known.T.ravel(), kind="stable")[: self.num_slots]
+        found = np.sort(best % self.num_layers * self.num_experts + best // self.num_layers)
+        self._had_slot[found] = True
+        return [self._sent(expert, slot) for slot, expert in enumerate(found.tolist())]
 
     def launch(self) -> int:
         """Count the launch of a step that reads the map as it is now; return its number."""
@@ -186,139 +190,85 @@ class HotExperts:
 
     def observe(self, picks: Ints) -> None:
         """Learn from a step that is over. picks: [L, E], how often each expert was picked in it."""
-        is_used, totals = picks > 0, self.totals
-        num_used = int(is_used.sum())
-        if not num_used:
+        used, totals = np.flatnonzero(picks != 0), self.totals
+        if not len(used):
             return
         totals.steps += 1
-        totals.reads += num_used
-        totals.hits += int((is_used & (self.slot_of >= 0)).sum())
-        if totals.steps % _LOOKED_EVERY == 0:
-            self._look(is_used, num_used)
-        self._weight *= 2.0 ** (1.0 / self.half_life)
-        self._score[is_used] += self._weight
-        if self._weight > _LARGEST:
-            self._score /= self._weight
-            self._weight = 1.0
-        is_second = is_used & (self._last >= totals.steps - WINDOW)
-        self._last[is_used] = totals.steps
-        self._is_wanted = is_second
-        if self.costs is not None and totals.steps % _JUDGED_EVERY == 0:
-            self._judge(self.costs)
+        has_slot = self._slots[used] >= 0
+        totals.reads += len(used)
+        totals.hits += int(np.count_nonzero(has_slot))
+        self._would_hit += int(np.count_nonzero(self._had_slot[used]))
+        self._recent.add(used)
+        self._remembered.add(used)
+        self._wanted = used[~has_slot & (self._last[used] >= totals.steps - WINDOW)]
+        self._last[used] = totals.steps
+        if totals.steps % _JUDGED_EVERY == 0:
+            self._judge()
 
     def decide(self) -> list[Upload]:
         """Return the uploads to begin now. Their experts have no slot until they land; those that they replace have
         none now.
         """
-        found = self._candidates()
-        made: list[Upload] = []
-        for at in found[np.argsort(-self._score.ravel()[found], kind="stable")].tolist():
-            if len(made) == self.max_uploads:
-                break
-            layer, expert = divmod(at, self.num_experts)
-            slot = self._freed(layer, expert)
-            if slot is not None:
-                made.append(self._sent(layer, expert, slot))
-        self._is_wanted[:] = False
-        self._recent.uploads += len(made)
-        self.totals.uploads += len(made)
-        return made
+        wanted, self._wanted = self._wanted, self._wanted[:0]
+        wanted = wanted[self._slots[wanted] < 0]
+        if self._coming:
+            wanted = np.setdiff1d(wanted, np.array(sorted(self._coming)))
+        there = np.flatnonzero(self._slots >= 0)
+        if not len(wanted) or not len(there):
+            return []
+        # In pairs: the best of those that are wanted takes the place of the worst of those that are there.
+        worth_of_wanted, worth_of_there = self._worth(wanted), self._worth(there)
+        order = np.argsort(-worth_of_wanted, kind="stable")[: self.max_uploads]
+        lowest = _lowest(worth_of_there, len(order))
+        least = self.margin * worth_of_there[lowest] + _HEAD_START * self._recent.newest / RECENCY
+        num_better = int(np.count_nonzero(worth_of_wanted[order[: len(lowest)]] > least))
+        leavers, comers = there[lowest[:num_better]], wanted[order[:num_better]]
+        slots = self._slots[leavers].tolist()
+        self._slots[leavers] = -1
+        self.totals.uploads += num_better
+        return [self._sent(comer, slot) for comer, slot in zip(comers.tolist(), slots, strict=True)]
 
     def land(self, uploads: Iterable[Upload]) -> None:
         """Note that the bytes of these uploads are in their slots."""
         for upload in uploads:
-            self._is_coming[upload.layer, upload.expert] = False
+            self._coming.remove(upload.layer * self.num_experts + upload.expert)
             self.slot_of[upload.layer, upload.expert] = upload.slot
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless each slot has one expert at most, and each layer what it is counted to have."""
-        held = self.slot_of[self.slot_of >= 0]
+        """Raise AssertionError unless each slot has one expert at most, and none is lost."""
+        held = self._slots[self._slots >= 0]
         assert len(np.unique(held)) == len(held), "a slot has two experts"
         assert not held.size or held.max() < self.num_slots, "there is no such slot"
-        assert not (self._is_coming & (self.slot_of >= 0)).any(), "an expert is there and on its way"
-        assert ((self.slot_of >= 0).sum(1) + self._is_coming.sum(1) == self._owned).all(), "slots are miscounted"
-        assert self._owned.sum() <= self.num_slots
+        assert not any(self._slots[number] >= 0 for number in self._coming), "an expert is there and on its way"
+        assert len(held) + len(self._coming) in (0, self.num_slots), "slots are miscounted"
 
-    def _sent(self, layer: int, expert: int, slot: int) -> Upload:
-        self._is_coming[layer, expert] = True
-        self._owned[layer] += 1
-        return Upload(layer, expert, slot, self._launched)
+    def _sent(self, number: int, slot: int) -> Upload:
+        self._coming.add(number)
+        return Upload(*divmod(number, self.num_experts), slot, self._launched)
 
-    def _even_quota(self) -> Ints:
-        """As many slots for each layer as can be, those that are left for the last ones."""
-        each, left = divmod(self.num_slots, self.num_layers)
-        quota = np.full(self.num_layers, each, np.int64)
-        quota[self.num_layers - left :] += 1
-        return np.minimum(quota, self.num_experts)
+    def _worth(self, numbers: Ints) -> Floats:
+        """Of experts, in the picks of the newest step."""
+        worth: Floats = self._recent.scaled[numbers] / (self.totals.steps - self._last[numbers] + RECENCY)
+        return worth
 
-    def _whole_quota(self) -> Ints:
-        """Whole layers from the last one on, and what is left for the one before them."""
-        before = np.arange(self.num_layers)[::-1] * self.num_experts
-        return np.clip(self.num_slots - before, 0, self.num_experts)
-
-    def _lowest(self) -> Floats:
-        """[L]: the score of the expert that would have to go."""
-        lowest: Floats = np.where(self.slot_of >= 0, self._score, np.inf).min(1)
-        return lowest
-
-    def _candidates(self) -> Ints:
-        """Of those that are wanted, flat: which are not there, and would have a place."""
-        is_wanted = self._is_wanted
-        is_short = self._owned < self._quota
-        if self.is_whole:
-            is_wanted = is_wanted | (is_short & (self._quota == self.num_experts))[:, None]
-        is_wanted = is_wanted & (self.slot_of < 0) & ~self._is_coming & (self._quota > 0)[:, None]
-        is_better = self._score > (_MARGIN * self._lowest() + _HEAD_START * self._weight)[:, None]
-        return np.flatnonzero(is_wanted & (is_better | is_short[:, None]))
-
-    def _freed(self, layer: int, expert: int) -> int | None:
-        """A slot for an expert: of a layer that has too many while this one has too few, or of its own layer."""
-        loser = layer
-        if self._owned[layer] < self._quota[layer]:
-            there = (self.slot_of >= 0).any(1)
-            loser = int(np.argmax(np.where(there, self._owned - self._quota, -1)))
-            if self._owned[loser] <= self._quota[loser]:
-                return None
-        scores = np.where(self.slot_of[loser] >= 0, self._score[loser], np.inf)
-        lowest = scores.min()
-        if not np.isfinite(lowest):
-            return None  # all that it has are on their way
-        if loser == layer and self._score[layer, expert] <= _MARGIN * lowest + _HEAD_START * self._weight:
-            return None
-        tied = np.flatnonzero(scores == lowest)
-        victim = int(tied[np.argmin(self._last[loser, tied])])
-        slot = int(self.slot_of[loser, victim])
-        self.slot_of[loser, victim] = -1
-        self._owned[loser] -= 1
-        return slot
-
-    def _look(self, is_used: Bools, num_used: int) -> None:
-        """Note what the experts of highest score would have hit, with the same quota for all layers."""
-        quota = self._even_quota()
-        order = np.argsort(-self._score, axis=1, kind="stable")
-        is_best = np.zeros_like(is_used)
-        np.put_along_axis(is_best, order, np.arange(self.num_experts)[None] < quota[:, None], axis=1)
-        self._recent.fade()
-        self._recent.steps += 1.0
-        self._recent.reads += num_used
-        self._recent.best += int((is_used & is_best).sum())
-
-    def _judge(self, costs: HotCosts) -> None:
-        """Whole layers, or slots for each?"""
-        recent = self._recent
-        if recent.steps < 1.0:
-            return
-        if self.is_whole:
-            self._hot_uploads *= _RETRY
+    def _judge(self) -> None:
+        """Were the uploads since the last time worth it?"""
+        before, now = self._judged, self.totals
+        saved = (now.hits - before.hits - self._would_hit) * _LATER * self.costs.read
+        if saved < (now.uploads - before.uploads) * self.costs.upload:
+            self.margin = min(self.margin * _RAISED, _MOST_MARGIN)
         else:
-            self._hot_uploads = recent.uploads / (recent.steps * _LOOKED_EVERY)
-        hit_rate, reads = recent.best / recent.reads, recent.reads / recent.steps
-        gain = costs.gain_of_hot(hit_rate, self.share, reads, self._hot_uploads)
-        if self.is_whole and gain > _HYSTERESIS:
-            self.is_whole, self._quota = False, self._even_quota()
-            self._recent = _Recent()
-        elif not self.is_whole and gain < -_HYSTERESIS:
-            self.is_whole, self._quota = True, self._whole_quota()
+            self.margin = max(self.margin * _LOWERED, _LEAST_MARGIN)
+        self._judged = HotTotals(now.steps, now.reads, now.hits, now.uploads)
+        self._had_slot, self._would_hit = self._slots >= 0, 0
+
+
+def _lowest(values: Floats, count: int) -> Ints:
+    """The places of the `count` lowest values, those first that are lower or, of equal ones, come first."""
+    count = min(count, len(values))
+    found = np.flatnonzero(values <= np.partition(values, count - 1)[count - 1])
+    lowest: Ints = found[np.argsort(values[found], kind="stable")][:count]
+    return lowest
 
 
 def replay(policy: HotExperts, trace: Iterable[tuple[Ints, Ints]], delay: int = 1) -> Iterator[int]:

@@ -3,11 +3,11 @@
 A step of one sequence reads every weight that takes part in it once: what is in a layer but its routed experts, of
 those the ones that the router chooses, the LM head, and the keys and values of the tokens before. The embedding table
 is looked up, one row of it. Layers run one after another, and so do the parts of a layer, whatever device they are on;
-only shared experts run beside routed experts that are on another device. So, with B the bytes over the device's
-bandwidth,
+only routed and shared experts run beside those that are on another device. Routed experts of which some have a slot on
+a GPU are read there as often as even routing has it. So, with B the bytes over the device's bandwidth,
 
-    seconds = sum over layers (B(attention, dense, cache) + overlap(B(routed), B(shared))) + B(head)
-    overlap(a, b) = max(a, b) on two devices, a + b on one
+    seconds = sum over layers (B(attention, dense, cache) + max over devices (B(routed there) + B(shared there)))
+              + B(head)
 
 Hand-overs, arithmetic and launches take time too, so this is a bound. Weights that fit into the processor's caches can
 be read faster than memory is. Pure: knows plans, measures nothing.
@@ -23,7 +23,7 @@ from ktransformers.cache.paged import LayerShape
 from ktransformers.models.facts import ModelFacts
 from ktransformers.optimize.plan import Plan, PlanEntry
 
-__all__ = ["DecodeReads", "LayerReads", "decode_reads"]
+__all__ = ["DecodeReads", "LayerReads", "decode_reads", "reads_of"]
 
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _SHARED = re.compile(r"\.shared_(?:expert|mlp)")
@@ -40,12 +40,10 @@ class LayerReads:
 
     def seconds(self, bandwidth: Mapping[str, float]) -> float:
         """Return the seconds that the reads take, at bytes a second by device."""
-        alone, routed, shared = (
-            sum(nbytes / bandwidth[device] for device, nbytes in part.items())
-            for part in (self.alone, self.routed, self.shared)
-        )
-        is_beside = routed > 0 and shared > 0 and not set(self.routed) & set(self.shared)
-        return alone + (max(routed, shared) if is_beside else routed + shared)
+        alone = sum(nbytes / bandwidth[device] for device, nbytes in self.alone.items())
+        devices = {*self.routed, *self.shared}
+        beside = ((self.routed.get(one, 0.0) + self.shared.get(one, 0.0)) / bandwidth[one] for one in devices)
+        return alone + max(beside, default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +100,22 @@ def decode_reads(
             part, share = (layer.shared if is_shared_expert(entry) else layer.alone), 1.0
             if is_embedding(entry) and entry.key not in heads:
                 continue
-        for device, nbytes in entry.nbytes.items():
+        for device, nbytes in reads_of(entry, plan.slots.get(entry.key)).items():
             part[device] = part.get(device, 0.0) + nbytes * share
     return DecodeReads(tuple(layers.values()), tuple(shapes), tuple(layer.window for layer in facts.layers))
+
+
+def reads_of(entry: PlanEntry, slots: tuple[str, float] | None) -> dict[str, float]:
+    """Return the bytes of a module by the device on which they are read. slots: a GPU, and the share of a module's
+    experts on the CPU that has a slot there.
+    """
+    nbytes: dict[str, float] = dict(entry.nbytes)
+    if slots is not None:
+        device, share = slots
+        on_cpu = nbytes.get("cpu", 0.0)
+        nbytes["cpu"] = on_cpu * (1.0 - share)
+        nbytes[device] = nbytes.get(device, 0.0) + on_cpu * share
+    return nbytes
 
 
 def layer_of(entry: PlanEntry) -> int:

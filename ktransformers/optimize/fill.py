@@ -19,7 +19,7 @@ __all__ = ["Filling", "experts_for_gpus"]
 @dataclass(frozen=True, slots=True)
 class Filling:
     """Experts moved to what was left of the GPUs. moved: {experts module: device}. candidates: layers whose experts
-    could move. left: {device: bytes} after it.
+    could move. left: {device: bytes} after it, of what it was made for.
     """
 
     moved: Mapping[str, str] = field(default_factory=dict)
@@ -31,8 +31,11 @@ class Filling:
         return f"the experts of {len(self.moved)} of {self.candidates} layers go to the GPU; {spare} are left"
 
 
-def experts_for_gpus(plan: Plan, source: WeightSource) -> Filling:
-    """Return the experts that still fit beside what `plan` holds, cache and workspace included."""
+def experts_for_gpus(plan: Plan, source: WeightSource, most: Mapping[str, int] | None = None) -> Filling:
+    """Return the experts that still fit beside what `plan` holds, cache and workspace included.
+
+    most: layers on each device at most, by its name; all that fit where it says nothing.
+    """
     total = plan.total_bytes
     left = {device: free - total.get(device, 0) for device, free in plan.capacity.items() if device != "cpu"}
     chosen: dict[str, str] = {}
@@ -46,7 +49,8 @@ def experts_for_gpus(plan: Plan, source: WeightSource) -> Filling:
         if layer_device not in left or nbytes is None:
             continue
         candidates += 1
-        if nbytes > left[layer_device]:
+        count = list(chosen.values()).count(layer_device)
+        if nbytes > left[layer_device] or count == (most or {}).get(layer_device):
             full.add(layer_device)
         if layer_device not in full:
             left[layer_device] -= nbytes

@@ -1,14 +1,21 @@
 """Plans how many experts of each layer on the CPU get a slot on the layer's GPU, and what that takes of its memory.
 
 A layer's experts qualify when they can be streamed there (optimize/streaming): their bytes are copied as they lie in
-the CPU's memory. `auto` divides what a plan leaves among all layers evenly; a number is as many slots for each layer,
-beside which whole layers may fill the rest. Pure: reads headers only.
+the CPU's memory. A number is as many slots for each layer, beside which whole layers may fill the rest. `auto` divides
+what a plan leaves between slots and whole layers.
+
+With even routing slots serve as many reads as whole layers of the same bytes do, and with any other routing more. What
+they cost is that each layer with slots is handed over to the CPU, which one on the GPU is not. So where layers may go
+there whole, as many do as keep a step of one sequence with even routing from getting more than 2 % longer than with
+whole layers alone: most of the room where few layers are left to the CPU or experts are small, so that hand-overs are
+much of a step; none where reading experts takes far longer. Slots need the experts in RAM as well, so that more layers
+go whole where RAM is short. Pure: reads headers only.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ktransformers.config import hot_slots
@@ -17,7 +24,7 @@ from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.optimize.plan import Plan, format_bytes
 from ktransformers.weights.source import WeightSource
 
-__all__ = ["HOT_EXPERTS", "HotSlots", "plan_hot_slots", "with_hot_slots"]
+__all__ = ["HOT_EXPERTS", "HotSlots", "plan_hot_slots", "whole_layers", "whole_layers_beside_slots", "with_hot_slots"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,13 +33,21 @@ HOT_EXPERTS = "hot experts"
 
 _MAP_BYTES = 20  # of an expert: where its slot is, how often it was picked
 
+_MOST_LOSS = 0.02  # of a step of one sequence, with even routing
+# Seconds of a replayed step, measured on an H100 with 16 Xeon cores; bytes a second of an ordinary server's memory, and
+# of GPUs from the A100 on. Where memory is slower, steps are longer, and hand-overs a smaller part of them.
+_HAND_OVER, _RESIDENT = 42e-6, 12e-6  # of a layer's experts, beside reading them: to the CPU, and on the GPU
+_LAYER, _OUTSIDE = 50e-6, 1.1e-3  # what else a layer takes, and a step
+_RAM, _VRAM = 100e9, 1.5e12
+
 
 @dataclass(frozen=True, slots=True)
 class HotSlots:
     """Expert slots of the layers whose layer device is one GPU.
 
-    slots: by experts module, in the order of layers. expert_nbytes: of one expert of each; other_nbytes: what a layer
-    has there beside, biases and maps.
+    slots: by experts module, in the order of layers: the layer's part of what it shares with others. expert_nbytes: of
+    one expert of each; other_nbytes: what a layer has there beside, biases and maps. is_filling: whether nobody has
+    asked for a number of slots.
     """
 
     device: str
@@ -40,28 +55,76 @@ class HotSlots:
     slots: Mapping[str, int]
     expert_nbytes: Mapping[str, int]
     other_nbytes: Mapping[str, int] = field(default_factory=dict)
+    is_filling: bool = False
+
+    @property
+    def slots_nbytes(self) -> int:
+        """Bytes of the experts in slots."""
+        return sum(count * self.expert_nbytes[key] for key, count in self.slots.items())
 
     @property
     def nbytes(self) -> int:
         """Bytes on the GPU of the slots, biases and maps."""
-        return sum(count * self.expert_nbytes[key] + self.other_nbytes.get(key, 0) for key, count in self.slots.items())
+        return self.slots_nbytes + sum(self.other_nbytes.get(key, 0) for key in self.slots)
 
     def __str__(self) -> str:
         least, most = min(self.slots.values()), max(self.slots.values())
         shown = f"{least}" if least == most else f"{least} to {most}"
         return (
             f"{shown} of the {self.num_experts} experts of each of {len(self.slots)} layers have a slot on "
-            f"{self.device}, {format_bytes(self.nbytes)} in all"
+            f"{self.device}, those that are used most of all layers: {format_bytes(self.nbytes)} in all"
         )
 
 
-def plan_hot_slots(plan: Plan, source: WeightSource, facts: ModelFacts, asked: str) -> tuple[HotSlots, ...]:
+def whole_layers(fitting: int, num_layers: int, read_nbytes: int) -> int:
+    """Return how many of the layers that fit on a GPU go there whole, so that with even routing a step of one sequence
+    takes at most 2 % longer than if all did, and slots get the rest of their room.
+
+    fitting: layers whose experts fit there, of num_layers. read_nbytes: of the experts that a token reads in a layer.
+    """
+    on_gpu, on_cpu = _RESIDENT + read_nbytes / _VRAM, _HAND_OVER + read_nbytes / _RAM
+    step = _OUTSIDE + num_layers * _LAYER + fitting * on_gpu + (num_layers - fitting) * on_cpu
+    # A layer with slots has the reads that its slots serve on the GPU beside those on the CPU.
+    longer = _HAND_OVER - on_gpu
+    return fitting if fitting >= num_layers else 0 if longer <= 0 else max(fitting - int(_MOST_LOSS * step / longer), 0)
+
+
+def whole_layers_beside_slots(
+    plan: Plan, source: WeightSource, facts: ModelFacts, whole: Mapping[str, str]
+) -> dict[str, int]:
+    """Return how many layers' experts go to each GPU whole where slots get the rest.
+
+    whole: those that could, {experts module: device}. GPUs whose layers' experts cannot have slots are left out.
+    """
+    missing = plan.total_bytes.get("cpu", 0) - plan.capacity.get("cpu", 0)
+    on_cpu = {entry.key: entry.nbytes.get("cpu", 0) for entry in plan.entries}
+    found: dict[str, int] = {}
+    for device, layers in _candidates(plan, source).items():
+        fitting = list(whole.values()).count(device)
+        count = whole_layers(fitting, len(layers), (facts.top_k() or 1) * max(one.nbytes for one in layers))
+        smallest = min(on_cpu[one.key] for one in layers)
+        count = max(count, min(fitting, -(-missing // max(smallest, 1))))
+        missing -= count * smallest
+        found[device] = count
+    return found
+
+
+def plan_hot_slots(
+    plan: Plan,
+    source: WeightSource,
+    facts: ModelFacts,
+    asked: str,
+    moved: Collection[str] = (),
+    left: Mapping[str, int] | None = None,
+) -> tuple[HotSlots, ...]:
     """Plan slots beside what `plan` holds on each GPU. asked: "auto", "off" or a number, where a rule does not say.
 
-    Automatic slots are given up, with one line, where there are fewer than a token's experts.
+    moved: experts modules that go there whole; left: bytes of each GPU that are free then. Automatic slots are given
+    up, with one line, where there are fewer than a token's experts.
     """
     made = list[HotSlots]()
-    for device, found in _candidates(plan, source).items():
+    for device, candidates in _candidates(plan, source).items():
+        found = [one for one in candidates if one.key not in moved]
         wanted = {one.key: one.operator.hot_experts or asked for one in found}
         kept = [one for one in found if wanted[one.key] != "off"]
         if not kept:
@@ -72,23 +135,36 @@ def plan_hot_slots(plan: Plan, source: WeightSource, facts: ModelFacts, asked: s
             continue
         other = {one.key: one.bias_nbytes + _MAP_BYTES * num_experts for one in kept}
         fixed = {one.key: min(hot_slots(wanted[one.key]) or 0, num_experts) for one in kept}
-        left = plan.capacity.get(device, 0) - plan.total_bytes.get(device, 0) - sum(other.values())
-        left -= sum(count * one.nbytes for one in kept for count in [fixed[one.key]])
+        room = plan.capacity.get(device, 0) - plan.total_bytes.get(device, 0) if left is None else left[device]
+        room -= sum(other.values()) + sum(fixed[one.key] * one.nbytes for one in kept)
         free = [one for one in kept if wanted[one.key] == "auto"]
-        each = max(left, 0) // sum(one.nbytes for one in free) if free else 0
-        if free and each < (facts.top_k() or 1):
+        automatic = _divided(room, free, num_experts)
+        if free and min(automatic.values()) < (facts.top_k() or 1):
             logger.info(
                 "hot experts get no slots on %s: there is room for %d of each layer, and a token takes %d",
                 device,
-                each,
+                min(automatic.values()),
                 facts.top_k() or 1,
             )
-            each = 0
-        slots = {one.key: fixed[one.key] or min(each, num_experts) for one in kept}
+            automatic = {}
+        slots = {one.key: fixed[one.key] or automatic.get(one.key, 0) for one in kept}
         slots = {key: count for key, count in slots.items() if count}
         if slots:
-            made.append(HotSlots(device, num_experts, slots, {one.key: one.nbytes for one in kept}, other))
+            sizes = {one.key: one.nbytes for one in kept}
+            made.append(HotSlots(device, num_experts, slots, sizes, other, is_filling=not any(fixed.values())))
     return tuple(made)
+
+
+def _divided(nbytes: int, layers: Sequence[_Candidate], num_experts: int) -> dict[str, int]:
+    """As many slots for each layer as fit, and one more for the first ones from what is left."""
+    each = min(max(nbytes, 0) // max(sum(one.nbytes for one in layers), 1), num_experts)
+    left = nbytes - each * sum(one.nbytes for one in layers)
+    found: dict[str, int] = {}
+    for one in layers:
+        is_one_more = each < num_experts and one.nbytes <= left
+        found[one.key] = each + is_one_more
+        left -= one.nbytes * is_one_more
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +205,7 @@ def with_hot_slots(plan: Plan, hots: tuple[HotSlots, ...]) -> tuple[Plan, tuple[
     kept = [one for one in kept if one.slots]
     extra = {what: nbytes for what, nbytes in plan.extra_bytes.items() if what != HOT_EXPERTS}
     if not kept:
-        return replace(plan, extra_bytes=extra), ()
+        return replace(plan, extra_bytes=extra, slots={}), ()
     slots = {key: (count, one) for one in kept for key, count in one.slots.items()}
 
     def noted(key: str, note: str) -> str:
@@ -140,4 +216,5 @@ def with_hot_slots(plan: Plan, hots: tuple[HotSlots, ...]) -> tuple[Plan, tuple[
 
     entries = tuple(replace(entry, note=noted(entry.key, entry.note)) for entry in plan.entries)
     extra[HOT_EXPERTS] = {one.device: one.nbytes for one in kept}
-    return replace(plan, entries=entries, extra_bytes=extra), tuple(kept)
+    shares = {key: (one.device, count / one.num_experts) for key, (count, one) in slots.items()}
+    return replace(plan, entries=entries, extra_bytes=extra, slots=shares), tuple(kept)

@@ -80,6 +80,7 @@ class Plan:
     kept: modules with parameters or persistent buffers that stay, by key. extra_bytes: bytes besides weights, as
     {what: {device: bytes}} ("kv cache"). tied: {tensor name: name it is tied to}. shared: {module: module whose
     memory it uses}, counted once. layer_devices: where the decoder layers live, in order. devices: what the names mean.
+    slots: of experts modules on the CPU of which some experts have a slot on a GPU: that device, and their share.
     """
 
     model_type: str
@@ -94,6 +95,7 @@ class Plan:
     extra_bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     layer_devices: tuple[LayerDevice, ...] = ()
     devices: Devices = field(default_factory=Devices)
+    slots: Mapping[str, tuple[str, float]] = field(default_factory=dict)
 
     @property
     def weight_bytes(self) -> dict[str, int]:

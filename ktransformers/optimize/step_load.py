@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from ktransformers.cache.paged import LayerShape
 from ktransformers.models.facts import LayerFacts, LayerKind, ModelFacts
-from ktransformers.optimize.decode_bound import is_embedding, is_shared_expert, layer_of
+from ktransformers.optimize.decode_bound import is_embedding, is_shared_expert, layer_of, reads_of
 from ktransformers.optimize.plan import Plan, PlanEntry
 from ktransformers.optimize.streaming import STREAMED_OP
 
@@ -118,7 +118,7 @@ def step_load(
         number = layer_of(entry)
         layer = layers.setdefault(number, LayerLoad()) if number >= 0 else None
         if layer is not None and entry.key in experts:
-            layer.experts += _experts(entry, experts[entry.key], top_k[entry.key])
+            layer.experts += _experts(entry, experts[entry.key], top_k[entry.key], plan.slots.get(entry.key))
         else:
             (outside if layer is None else layer.matrices).extend(_matrices(entry))
         if layer is not None:
@@ -143,10 +143,11 @@ def _matrices(entry: PlanEntry) -> list[Matrix]:
     return [Matrix(device, _types(entry), float(n), is_shared) for device, n in entry.nbytes.items() if n]
 
 
-def _experts(entry: PlanEntry, count: int, top_k: int) -> list[ExpertLoad]:
+def _experts(entry: PlanEntry, count: int, top_k: int, slots: tuple[str, float] | None) -> list[ExpertLoad]:
+    """slots: a GPU, and the share of the experts that has a slot there: as often used as others are."""
     total = sum(entry.nbytes.values())
     found = []
-    for device, nbytes in entry.nbytes.items():
+    for device, nbytes in reads_of(entry, slots).items():
         if nbytes:
             is_streamed = device == "cpu" and entry.prefill_op == STREAMED_OP
             streams_to = entry.placement.prefill_device if is_streamed else device

@@ -6,14 +6,14 @@ it; a read is a hit when the expert is on the GPU before the step. Four ways to 
     lru      each layer keeps the experts that it used last
     lfu      each layer keeps those that it used most often so far
     static   those used most in the whole trace: the best that a fixed choice could have done, known only afterwards
-    hot      what ktransformers does with --hot_experts: the policy itself, run at a few sizes, with a straight line
-             between two
+    hot      what ktransformers does with --hot_experts: the policy itself, one pool of slots for all layers, run at a
+             few sizes, with a straight line between two
     layers   whole layers from the last one: what ktransformers does with what --gpu_memory leaves
 
-lru, lfu and hot have the same number of slots in each layer, as a captured graph needs. The first two are stack
-algorithms (Mattson et al., 1970): what n slots hold, n + 1 hold too, so that one pass gives the rates for all sizes: an
-expert's rank among its layer's is the least number of slots with which it is a hit. Tokens of prefill are left out:
-their steps touch nearly all experts.
+lru and lfu have the same number of slots in each layer. They are stack algorithms (Mattson et al., 1970): what n slots
+hold, n + 1 hold too, so that one pass gives the rates for all sizes: an expert's rank among its layer's is the least
+number of slots with which it is a hit. They take in whatever is read, at once; hot's uploads take a step and are few.
+Tokens of prefill are left out: their steps touch nearly all experts.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _steps(profile: Profile, layers: Ints, max_steps: int) -> Iterator[tuple[Int
 
 
 def _hot(trace: list[tuple[Ints, Ints]], num_layers: int, num_experts: int) -> Floats:
-    """With 0, 1, ... slots per layer."""
+    """With 0, 1, ... times as many slots as layers."""
     sizes = np.unique(np.linspace(0, num_experts, _HOT_SIZES + 1).round().astype(np.int64))
     found = [0]
     for slots in sizes[1:].tolist():

@@ -38,11 +38,12 @@ class PlannedRow:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A planned step that is in flight."""
+    """A planned step that is in flight. is_ahead: it was planned while another one was."""
 
     step_id: int
     rows: tuple[PlannedRow, ...]
     num_sampled: int
+    is_ahead: bool = False
 
     @property
     def seqs(self) -> dict[int, Sequence]:

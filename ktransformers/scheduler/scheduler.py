@@ -285,7 +285,7 @@ class Scheduler:
     def _plan(self, batch: Batch) -> StepPlan:
         """The step of these rows; of none, for what tiers have to copy."""
         rows = tuple(batch)
-        step = PlannedStep(self._next_step, rows, batch.num_sampled)
+        step = PlannedStep(self._next_step, rows, batch.num_sampled, is_ahead=bool(self._in_flight))
         if self._throttle is not None:
             self._throttle.planned(step.num_decodes, step.num_rows - step.num_decodes)
         ended, self._ended = self._ended, []

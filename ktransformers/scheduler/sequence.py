@@ -39,9 +39,9 @@ class Drafter(Protocol):
         """Return the chances that its first 1, 2, ... draft tokens, up to `most`, are all right; empty: it has none."""
         ...
 
-    def later(self, most: int) -> list[float]:
-        """Return the chances of draft tokens behind the next token, which is not known yet; empty: it is not worth
-        waiting for that."""
+    def later(self, most: int) -> tuple[float, list[float]]:
+        """Return the chance that there are draft tokens behind the next token, which is not known yet, and their
+        chances then; none: it is not worth waiting for."""
         ...
 
     def draft(self, most: int) -> list[int]:

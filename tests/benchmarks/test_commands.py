@@ -16,7 +16,9 @@ import torch
 from benchmarks import sampling, scheduler, soak, speculative
 from benchmarks.fidelity import __main__ as fidelity
 from benchmarks.fidelity.kv import divergences
+from benchmarks.known_answers import KnownAnswers
 from ktransformers.kernels.cpu import limits
+from ktransformers.scheduler.drafting.row_costs import RowCosts
 from tests.support.servers.fake_speed_server import FakeServerProcess, http_server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,8 +49,16 @@ def run(capsys: pytest.CaptureFixture[str], name: str, *args: str, code: int = 0
     return text, record
 
 
+@pytest.fixture
+def equal_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps count as taking the same whatever their rows, so that most drafts are run, however busy the machine is."""
+    add = RowCosts.add
+    monkeypatch.setattr(RowCosts, "add", lambda costs, rows, seconds, **kinds: add(costs, rows, 1.0, **kinds))
+
+
+@pytest.mark.usefixtures("equal_steps")
 def test_speculative(capsys: pytest.CaptureFixture[str]) -> None:
-    text, record = run(capsys, "speculative", "--repeats", "1", "--streams", "1", "--threads", "1")
+    text, record = run(capsys, "speculative", "--repeats", "1", "--streams", "1", "--max_new_tokens", "150")
     code, drawn, noise = record["rows"]
     assert [row["prompts"] for row in record["rows"]] == ["code", "text", "noise"]
     assert code["bound"] > 3
@@ -56,6 +66,27 @@ def test_speculative(capsys: pytest.CaptureFixture[str]) -> None:
     assert code["off_ms"] > 0 < code["ms"]
     assert drawn["bound"] >= 1.0 <= noise["bound"]
     assert "x faster" in text
+
+
+@pytest.mark.usefixtures("equal_steps")
+def test_speculative_of_random_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ("--synthetic", "qwen3-30b-a3b", "--layers", "1", "--accept", "1,0", "--max_new_tokens", "24")
+    _, record = run(capsys, "speculative", "--repeats", "1", "--streams", "2", *shape)
+    right, wrong = record["rows"]
+    assert [row["prompts"] for row in record["rows"]] == ["1", "0"]
+    assert right["accepted"] == right["drafted"] > 24
+    assert right["bound"] > 3
+    assert wrong["accepted"] == 0 < wrong["drafted"]
+    assert right["other"] == wrong["other"] == 0
+    assert record["work"]["synthetic"] == "qwen3-30b-a3b"
+
+
+def test_drafts_are_right_as_often_as_asked() -> None:
+    known = KnownAnswers(1000, 0.8, 10, 2000)
+    pairs = list(zip(known.tokens(3), known.drafts(3), strict=True))
+    assert all(token == draft for token, draft in pairs[:10])
+    assert 0.77 < sum(token == draft for token, draft in pairs[10:]) / 2000 < 0.83
+    assert known.drafts(3) == known.drafts(3) != known.drafts(4)
 
 
 def test_fidelity(capsys: pytest.CaptureFixture[str]) -> None:

@@ -150,3 +150,21 @@ def test_profiles_without_a_trace(tmp_path: Path, written: Written) -> None:
     assert simulate(load(tmp_path)) is None
     (tmp_path / "meta.json").write_text('{"v": 1}')
     assert simulate(load(tmp_path)) is None
+
+
+def test_the_policy_misses_less_than_lru(tmp_path: Path) -> None:
+    """A recorded trace of layers that use their experts unevenly, each in its own way."""
+    written = write_profile(tmp_path, replace(RUN, requests=1, layers=3, dense=0, experts=32, top_k=4))
+    line = {**written.tokens[1], "index": 1}
+    generator = np.random.default_rng(2)
+    logits = -np.array([0.3, 1.0, 2.0])[:, None] * np.log(1.0 + np.argsort(generator.random((3, 32)), axis=1))
+    rows = []
+    for step in range(600):
+        keys = logits + generator.gumbel(size=logits.shape)
+        rows.append({**line, "step": step, "experts": np.argsort(-keys, axis=1)[:, :4].tolist()})
+    write_lines(tmp_path / "tokens.jsonl", rows)
+    rates = simulate(load(tmp_path))
+    assert rates is not None
+    hot, lru = rates.rates["hot"], rates.rates["lru"]
+    for slots in (8, 16):
+        assert 1.0 - hot[slots] < 0.88 * (1.0 - lru[slots])

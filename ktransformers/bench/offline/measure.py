@@ -116,7 +116,7 @@ def bench_offline(
         engine, report = _load(opened, max(*work.batches, 1 if stream is None else 2), progress)
     _print_report(report)
     report["settings"] |= {"decode_prompt_len": work.case.prompt_len, "decode_steps": work.case.steps}
-    report["settings"] |= {"routing": work.routing, "hot_experts": config.hot_experts}
+    report["settings"] |= {"routing": work.routing, "hot_experts": config.hot_experts if engine.hot.gpus else "off"}
     with ExitStack() as stack:
         stack.callback(engine.close)
         peers = start_peers(engine, work)

@@ -132,7 +132,8 @@ def _add_speculative_flags(group: argparse._ActionsContainer, config: EngineConf
         default=config.speculative,
         help="speculative decoding: steps run draft tokens, too, and accept those that are sampled anyway, so that "
         "answers are the same; ngram: what followed the last tokens before; draft: from --draft_model; mtp: from the "
-        "model's own layers for it; auto: --draft_model if given, else ngram, on the CPU (%(default)s)",
+        "model's own layers for it; auto: --draft_model if given, else ngram, but on GPUs only where such steps have "
+        "CUDA graphs (%(default)s)",
     )
     group.add_argument(
         "--draft_model",
@@ -254,9 +255,9 @@ def add_plan_flags(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--hot_experts",
         default=config.hot_experts,
-        metavar="off|auto|N",
-        help="slots on a GPU for the experts that each layer on the CPU uses most: N, or as many as fit in the place "
-        "of whole layers (%(default)s)",
+        metavar="auto|off|N",
+        help="slots on a GPU for the experts that layers on the CPU use most: N for each layer, or what is left of the "
+        "GPU; off: whole layers there (%(default)s)",
     )
     add_toggle(group, "use_cuda", default=None, help="place modules on GPUs where rules say cuda (on if there are any)")
     group.add_argument(

@@ -115,6 +115,7 @@ def build_engine(
         tiers=tiers,
         hot=built.hot,
         ranks=ranks,
+        why_drafts_eager=built.why_drafts_eager,
     )
 
 

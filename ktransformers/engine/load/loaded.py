@@ -73,7 +73,8 @@ class LoadedModel:
 
 @dataclass(slots=True)
 class Engine(LoadedModel):
-    """A model that runs the scheduler's steps, for one sequence or for many."""
+    """A model that runs the scheduler's steps, for one sequence or for many. why_drafts_eager: why steps with draft
+    tokens run without CUDA graphs on GPUs; None: they have some, or nothing is on a GPU."""
 
     facts: ModelFacts
     executor: PagedExecutor
@@ -83,6 +84,7 @@ class Engine(LoadedModel):
     tiers: TierConfig | None = None  # below the cache
     hot: HotService = field(default_factory=HotService)
     ranks: Ranks = field(default_factory=Alone)
+    why_drafts_eager: str | None = None
 
     @property
     def scheduler_config(self) -> SchedulerConfig:
@@ -117,11 +119,15 @@ class Engine(LoadedModel):
 
     @property
     def why_not_drafted(self) -> str | None:
-        """Why --speculative auto drafts nothing: a row of several tokens might be another one than each by itself."""
-        if self.uses_gpus:
-            return "a part of the model is on a GPU"
+        """Why --speculative auto drafts nothing: on the CPU, where a row of several tokens might be another one than
+        each by itself; on GPUs, where as much is true of any batch, where steps with draft tokens have no CUDA graphs.
+        """
+        if self.why_drafts_eager is not None:
+            return f"their steps would run without CUDA graphs: {self.why_drafts_eager}"
         if self.config.cpu_prefill != CPU_PREFILLS[0]:
             return f"--cpu_prefill {self.config.cpu_prefill} rounds steps of many rows in another way"
+        if self.uses_gpus:  # their graphs run as those of decode steps
+            return None
         others = [entry.key for entry in self.plan.entries if entry.generate_op != entry.prefill_op]
         if others:
             return f"{others[0]} has another prefill_op than generate_op"

@@ -20,6 +20,7 @@ from ktransformers.cache.paged import LayerShape, PagedCache, check_page_size
 from ktransformers.config import CPU_ACTIVATIONS, EngineConfig, why_crowded
 from ktransformers.core import Progress
 from ktransformers.engine.load.arrange import arrange_layers, hand_contexts_to_recurrent
+from ktransformers.engine.load.graphs import choose_graphs
 from ktransformers.engine.load.ready import prepare_decode
 from ktransformers.engine.load.warmup import WarmupShapes
 from ktransformers.engine.model.fingerprint import Identified, identify
@@ -30,12 +31,10 @@ from ktransformers.engine.parallel.ranks.ranks import Ranks, ResolvedPlan
 from ktransformers.engine.plan.attention import find_flash
 from ktransformers.engine.plan.cache_plan import CachePlan
 from ktransformers.engine.plan.planning import Hardware, Planned, Planner
-from ktransformers.engine.step.cuda_graph_runner import GraphBackend
-from ktransformers.engine.step.decode import DecodeSteps, why_not_captured
+from ktransformers.engine.step.decode import DecodeSteps
 from ktransformers.engine.step.expert_streaming import open_prefills
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.fused_decode import find_fused_decode
-from ktransformers.engine.step.graph_sizes import replayed_sizes
 from ktransformers.engine.step.hidden import HiddenTap
 from ktransformers.engine.step.hot import HotFile, HotService, open_hot
 from ktransformers.engine.step.layout import (
@@ -149,7 +148,8 @@ class ArrangedModel:
 
 @dataclass(frozen=True, slots=True)
 class CapturedModel:
-    """A model that is ready for steps. config: as everything was resolved."""
+    """A model that is ready for steps. config: as everything was resolved. why_drafts_eager: see
+    StepGraphs."""
 
     config: EngineConfig
     plan: Plan
@@ -159,6 +159,7 @@ class CapturedModel:
     cache: PagedCache
     identified: Identified
     hot: HotService
+    why_drafts_eager: str | None = None
 
 
 def open_part(opened: OpenedModel, hardware: Hardware | None, ranks: Ranks) -> OpenedPart:
@@ -202,7 +203,8 @@ def load_weights(planned_part: PlannedPart, progress: Progress | None) -> Loaded
     tools, batch = part.hardware.prefill_tools, planned_part.cache_plan.max_batch_size
     layout = optimize_and_load_gguf(part.opened, plan, planned_part.longest, progress)
     flash = find_flash(plan, part.config.attention_backend, planned_part.page_size, part.config.kv_type)
-    prefill = open_prefills(plan, planned.streamings, tools, batch)
+    slots = {key: count for hot in planned.hots for key, count in hot.slots.items()}
+    prefill = open_prefills(plan, planned.streamings, tools, batch, slots)
     hot = open_hot(plan, planned.hots, prefill, tools, batch)
     rotations = rotations_of(part.opened.model, plan)
     bind_plan(plan, planned_part.longest, {**flash, **prefill, **hot.layers, **rotations})
@@ -231,11 +233,10 @@ def capture_steps(arranged: ArrangedModel, progress: Progress | None) -> Capture
     part, planned, plan = planned_part.part, planned_part.planned, planned_part.plan
     num_pages = -(-loaded.longest // planned_part.page_size)
     extent = _extent(loaded, planned_part.cache_plan.max_batch_size, num_pages)
-    backend, is_padded = _graphs(loaded, part.hardware)
-    rows = part.hardware.graph_rows if is_padded else ()
-    sizes = replayed_sizes(rows, plan, loaded.layout, loaded.flash.values(), extent.most_rows, extent.max_batch_size)
-    mixed, is_captured = part.ranks.rendezvous(sizes, backend is not None, loaded.layout.entry.torch_device)
-    backend = backend if is_captured else None
+    graphs = choose_graphs(part.config, plan, loaded.layout, loaded.flash.values(), part.hardware, extent)
+    device = loaded.layout.entry.torch_device
+    mixed, is_captured = part.ranks.rendezvous(graphs.sizes, graphs.backend is not None, device)
+    backend = graphs.backend if is_captured else None
     tap = arranged.forward.tap
     if tap is not None and not loaded.layout.is_cpu:
         tap.replayed_rows = 2 * extent.max_batch_size + max((size.rows for size in mixed), default=8)
@@ -243,7 +244,8 @@ def capture_steps(arranged: ArrangedModel, progress: Progress | None) -> Capture
     part.ranks.captured([] if decode is None else decode.sizes)
     config = replace(part.config, cache_lens=planned.num_slots, chunk_size=planned.chunk_size)
     identified, hot = arranged.identified, loaded.hot
-    return CapturedModel(config, plan, part.model, arranged.forward, decode, arranged.cache, identified, hot)
+    why_eager = graphs.why_drafts_are_eager(decode)
+    return CapturedModel(config, plan, part.model, arranged.forward, decode, arranged.cache, identified, hot, why_eager)
 
 
 def _resolved(planned: Planned, config: EngineConfig, cache_plan: CachePlan) -> ResolvedPlan:
@@ -310,19 +312,3 @@ def _extent(loaded: LoadedWeights, max_batch_size: int, num_pages: int) -> Warmu
     return WarmupShapes(
         loaded.planned_part.planned.chunk_size, max_batch_size, num_pages, max(counts, default=0), top_k
     )
-
-
-def _graphs(loaded: LoadedWeights, hardware: Hardware) -> tuple[GraphBackend | None, bool]:
-    """How steps are captured; None, with a line in the log for a model on GPUs, where they are not. And whether steps
-    are padded to the sizes of graphs, as they are without graphs where only those are not wanted."""
-    layout = loaded.layout
-    if layout.is_cpu:
-        return None, False
-    reason = why_not_captured(loaded.plan, layout)
-    is_padded = reason is None
-    if is_padded and loaded.opened.config.use_cuda_graph is False:
-        reason = "--no_use_cuda_graph"
-    if reason is not None:
-        logger.info("decode steps run without CUDA graphs: %s", reason)
-        return None, is_padded
-    return hardware.make_graphs(list(dict.fromkeys(device.torch_device for device in layout.devices))), True

@@ -142,7 +142,7 @@ def warm_up(
             for mixed in decode.mixed:
                 positions, context = _context(cache, forward.pool, _Step(mixed.rows, seqs=mixed.seqs))
                 ids = torch.zeros(mixed.rows, dtype=torch.int64)
-                decode.step(ids, positions, context, torch.arange(mixed.seqs))
+                decode.step(ids, positions, context, torch.arange(mixed.kept))
             for need in (BEST_TOKEN, 1):  # what finds the best tokens is launched alike for any number of rows
                 positions, context = _context(cache, forward.pool, _Step(1))
                 decode.step(torch.zeros(1, dtype=torch.int64), positions, context, torch.arange(1), [need])

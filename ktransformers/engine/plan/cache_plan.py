@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ktransformers.cache.paged import LayerShape, PagedCache, state_shapes
 from ktransformers.config import EngineConfig
 from ktransformers.engine.model.opened import OpenedModel
+from ktransformers.engine.plan.draft_steps import why_drafts_run_eagerly
 from ktransformers.engine.plan.tier_plan import check_tiers
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.facts import ModelFacts
@@ -153,8 +154,8 @@ class CachePlan:
     def num_states(self, shapes: Sequence[LayerShape], num_slots: int, config: EngineConfig) -> int:
         """Number of slots for states of recurrent layers; 0 without such layers."""
         is_recurrent = bool(state_shapes(shapes))
-        on_gpus = "on GPUs" if any(shape.place != "cpu" for shape in shapes) else None
-        drafts = min(config.max_drafts(on_gpus), MAX_DRAFT_STATES)
+        why_eager = why_drafts_run_eagerly(config, {shape.place for shape in shapes})
+        drafts = min(config.max_drafts(why_eager), MAX_DRAFT_STATES)
         if self.states is not None:
             if is_recurrent and not self.states:
                 raise UnsupportedError("layers keep a state, and the last stage, which counts them, has none of them")

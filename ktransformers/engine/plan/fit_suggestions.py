@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from ktransformers.config import CPU_QUANT_TYPES, EngineConfig
 from ktransformers.engine.plan.planning import Hardware, Planned
 from ktransformers.errors import KTransformersError
+from ktransformers.optimize.hot_slots import HOT_EXPERTS
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.streaming import STAGING
 
@@ -61,8 +62,9 @@ def shortfall(plan: Plan) -> dict[str, int]:
 
 def needed_bits(plan: Plan, parameters: int) -> float:
     """Return the bits a weight, in the mean, at which the weights would fit beside cache and work space; at most 0:
-    never."""
-    left = sum(plan.capacity.values()) - sum(sum(nbytes.values()) for nbytes in plan.extra_bytes.values())
+    never. Slots for experts would take what is left."""
+    beside = [nbytes for what, nbytes in plan.extra_bytes.items() if what != HOT_EXPERTS]
+    left = sum(plan.capacity.values()) - sum(sum(nbytes.values()) for nbytes in beside)
     return 8 * left / max(parameters, 1)
 
 
@@ -144,13 +146,14 @@ def _planned(config: EngineConfig, hardware: Hardware, plan_again: PlanAgain) ->
 def _missing(planned: Planned, devices: tuple[str, ...]) -> int:
     """Bytes that `devices` hold beyond what they have; negative where there is room.
 
-    What only fills what is left of a GPU does not count, experts and what they are streamed through: it would hide what
-    was saved.
+    What only fills what is left of a GPU does not count, experts, slots for them and what they are streamed through: it
+    would hide what was saved.
     """
     plan, moved = planned.plan, planned.filling.moved
     total = sum(plan.total_bytes.get(device, 0) - plan.capacity.get(device, 0) for device in devices)
     filled = sum(entry.nbytes.get(moved[entry.key], 0) for entry in plan.entries if moved.get(entry.key) in devices)
     staging = plan.extra_bytes.get(STAGING, {})
+    filled += sum(hot.nbytes for hot in planned.hots if hot.is_filling and hot.device in devices)
     return total - filled - sum(nbytes for device, nbytes in staging.items() if device in devices and device != "cpu")
 
 

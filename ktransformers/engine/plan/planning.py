@@ -22,7 +22,7 @@ from ktransformers.engine.plan.kv_types import KvTypes
 from ktransformers.engine.plan.tier_plan import tier_bytes
 from ktransformers.engine.step.cuda_graph_runner import CudaGraphs, GraphBackend
 from ktransformers.engine.step.expert_streaming import PrefillTools, cuda_tools
-from ktransformers.engine.step.graph_sizes import GRAPH_ROWS, largest_graph
+from ktransformers.engine.step.graph_sizes import DRAFT_ROWS, GRAPH_ROWS, largest_graph
 from ktransformers.errors import ConfigError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.types import QuantType
@@ -35,7 +35,7 @@ from ktransformers.operators.device import Device, Devices
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.recurrent.base import RecurrentOperator
 from ktransformers.optimize.fill import Filling, experts_for_gpus
-from ktransformers.optimize.hot_slots import HotSlots, plan_hot_slots, with_hot_slots
+from ktransformers.optimize.hot_slots import HotSlots, plan_hot_slots, whole_layers_beside_slots, with_hot_slots
 from ktransformers.optimize.machine import Machine, detect_machine
 from ktransformers.optimize.plan import Choices, Plan, make_plan
 from ktransformers.optimize.rules import Rules, load_rules
@@ -56,8 +56,9 @@ _MANY_CORES = 8
 class Hardware:
     """The hardware that an engine runs on. Tests make up GPUs. make_graphs: how decode steps are captured on GPUs.
 
-    prefill_tools: for streaming experts to a device, None where that is not possible. graph_rows: of the steps that are
-    captured beside decode steps. is_served: whether a scheduler, an HTTP server and clients share the processor.
+    prefill_tools: for streaming experts to a device, None where that is not possible. graph_rows, draft_rows: of the
+    steps that are captured beside decode steps, with prompts and with draft tokens. is_served: whether a scheduler, an
+    HTTP server and clients share the processor.
     """
 
     machine: Machine
@@ -65,6 +66,7 @@ class Hardware:
     make_graphs: Callable[[Sequence[torch.device]], GraphBackend] = CudaGraphs
     prefill_tools: Callable[[Device], PrefillTools | None] = cuda_tools
     graph_rows: Sequence[int] = GRAPH_ROWS
+    draft_rows: Sequence[int] = DRAFT_ROWS
     is_served: bool = False
 
     @property
@@ -110,7 +112,7 @@ class Hardware:
             asked = {
                 "--use_cuda": config.use_cuda,
                 "--gpu_memory": config.gpu_memory,
-                "--hot_experts": config.hot_experts != "off",
+                "--hot_experts": hot_slots(config.hot_experts) is not None,
                 "--use_cuda_graph": config.use_cuda_graph,
             }
             reason = "no GPU can be used on this machine" if not gpus else "--no_use_cuda"
@@ -149,9 +151,9 @@ class Planned:
 
     @property
     def expert_bytes_on_cpu(self) -> int:
-        """Bytes of routed experts on the CPU, which decode steps read slowly."""
+        """Bytes of routed experts on the CPU that have no slot on a GPU, which decode steps read slowly."""
         entries = (e for e in self.plan.entries if isinstance(self.plan.operators.get(e.key), KTransformersExperts))
-        return sum(entry.nbytes.get("cpu", 0) for entry in entries)
+        return sum(entry.nbytes.get("cpu", 0) for entry in entries) - sum(hot.slots_nbytes for hot in self.hots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,15 +273,22 @@ class Planner:
 
         Where all experts fit, they go there whole, however many slots are asked for.
         """
-        opened, filling = self.opened, Filling()
-        is_ours = opened.config.optimize_config_path is None
-        if is_ours:
-            filling = experts_for_gpus(plan, opened.source)
-            if len(filling.moved) == filling.candidates:
-                return filling, ()
-        hots = plan_hot_slots(plan, opened.source, opened.facts, opened.config.hot_experts)
-        if is_ours and hots:
-            filling = experts_for_gpus(with_hot_slots(plan, hots)[0], opened.source)
+        source, facts, asked = self.opened.source, self.opened.facts, self.opened.config.hot_experts
+        if self.opened.config.optimize_config_path is not None:
+            return Filling(), plan_hot_slots(plan, source, facts, asked)
+        whole = experts_for_gpus(plan, source)
+        if len(whole.moved) == whole.candidates:
+            return whole, ()
+        if asked != "auto":
+            hots = plan_hot_slots(plan, source, facts, asked)
+            return (experts_for_gpus(with_hot_slots(plan, hots)[0], source) if hots else whole), hots
+        most = whole_layers_beside_slots(plan, source, facts, whole.moved)
+        filling = experts_for_gpus(plan, source, most)
+        hots = plan_hot_slots(plan, source, facts, asked, filling.moved, filling.left)
+        with_slots = {hot.device for hot in hots}
+        if any(device not in with_slots for device in most):  # too little for slots is enough for whole layers
+            most = {device: count for device, count in most.items() if device in with_slots}
+            filling = experts_for_gpus(plan, source, most)
         return filling, hots
 
     def _weights(self, hardware: Hardware, choices: Choices) -> tuple[Plan, list[LayerShape]]:

@@ -6,11 +6,11 @@ runs it; `runner.py` runs one step of any sequences, `paged.py` the scheduler's 
 
 A decode step on a GPU is replayed: `decode.py` pads its inputs (`decode_inputs.py`) and brings its logits to the host,
 `cuda_graph_runner.py` captures it at batch sizes 1, 2, 4, 8, ... and replays the smallest that fits. Steps of several
-rows a sequence have sizes of their own (`StepSize`: rows, and sequences, of as many of whose rows logits are kept);
-`graph_sizes.py` finds which of them a model allows. A step in which the host decides something runs eagerly
-(`ForwardContext.is_replayable`); the pieces between such decisions are not captured. Rows without a token have slot
--1, so nothing is cached, and length 0, so nothing is attended to. What they call CUDA for is an argument, so tests run
-them over a stream that is a thread.
+rows a sequence, of prompts or of draft tokens, have sizes of their own (`StepSize`: rows, sequences, and how many rows'
+logits are kept); `graph_sizes.py` finds which of them a model allows. A step in which the host decides something runs
+eagerly (`ForwardContext.is_replayable`); the pieces between such decisions are not captured. Rows without a token have
+slot -1, so nothing is cached, and length 0, so nothing is attended to. What they call CUDA for is an argument, so tests
+run them over a stream that is a thread.
 
 `fused_decode.py` leaves the model's own code out where every layer is native, if the logits are the same bits;
 `logits_fetch.py` brings back what choosing the token takes; `expert_streaming.py` sets up experts streamed over

@@ -262,7 +262,8 @@ class CUDAGraphRunner:
 
     @property
     def mixed_sizes(self) -> tuple[StepSize, ...]:
-        """Sizes of steps of several rows a sequence that were captured, or that they are padded to."""
+        """Sizes of steps of several rows a sequence that were captured, or that they are padded to, draft tokens or
+        prompts."""
         return tuple(size for size in sorted(self._captured) if not size.is_decode)
 
     def capture(self, sizes: Sequence[StepSize], backend: GraphBackend, progress: Callable[[int, int], None]) -> None:
@@ -277,10 +278,9 @@ class CUDAGraphRunner:
             try:
                 self._captured[size] = self._capture(static, backend)
             except RuntimeError as error:
-                kind = "decode" if size.is_decode else "other"
                 self.reason = f"batch size {size}: {_first_line(error)}"
-                logger.warning("%s steps are not replayed as CUDA graphs from %s", kind, self.reason)
-                left = [other for other in left if other.is_decode and not size.is_decode]
+                logger.warning("%s steps are not replayed as CUDA graphs from %s", size.kind, self.reason)
+                left = [other for other in left if other.kind != size.kind and not size.is_decode]
             progress(len(sizes) - len(left), len(sizes))
         if self._captured:
             names = ", ".join(str(size) for size in sorted(self._captured))
@@ -328,9 +328,9 @@ class CUDAGraphRunner:
         fitting = (
             size
             for size, captured in self._captured.items()
-            if size.rows >= rows and size.seqs >= max(kept, seqs) and pages <= captured.static.num_pages
+            if size.rows >= rows and size.seqs >= seqs and size.kept >= kept and pages <= captured.static.num_pages
         )
-        return min(filter(self._is_replayed, fitting), key=lambda size: size.waste(rows, seqs), default=None)
+        return min(filter(self._is_replayed, fitting), key=lambda size: size.waste(rows, seqs, kept), default=None)
 
     def _find(self, inputs: DecodeInputs) -> _Captured | None:
         size = self.size_of(inputs.num_rows, inputs.num_kept, *inputs.block_table.shape)

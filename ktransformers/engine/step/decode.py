@@ -61,9 +61,10 @@ def why_not_captured(plan: Plan, layout: StepLayout) -> str | None:
 
 class DecodeSteps:
     """Runs steps of up to max_batch_size rows, and others of the sizes in `mixed`, of a model whose layers are on GPUs.
+    Steps with draft tokens run as decode steps of as many rows do.
 
     num_pages: of the longest sequence. backend: None runs steps without capturing them. choices: which sequences latent
-    attention expands, for which steps of more rows than decode steps are left to others.
+    attention expands, for which steps with prompts, of more rows than decode steps, are left to others.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class DecodeSteps:
         self._forward, self._layout, self._cache, self._choices = forward, layout, cache, choices
         device = layout.entry.torch_device
         self.max_rows, self.mixed = min(max_batch_size, MAX_GRAPH_ROWS), tuple(mixed)
-        self._most_kept = max([self.max_rows, *(size.seqs for size in self.mixed)])
+        self._most_kept = max([self.max_rows, *(size.kept for size in self.mixed)])
         self._logits: Tensor | None = None  # of the last step, fp32 [most_kept, V]: what each graph writes to
         self._fetch: LogitsFetch | None = None
         memory = InputMemory(device)
@@ -117,15 +118,16 @@ class DecodeSteps:
             return True
         if self._graphs.size_of(rows, num_kept, *context.block_table.shape) is None:
             return False
-        return not StepRuns.is_materialized(context, self._choices)
+        return num_kept == rows or not StepRuns.is_materialized(context, self._choices)
 
     def _run(self, inputs: DecodeInputs) -> Tensor:
         """Logits fp32 [N, V] on the first device, valid until the next run."""
-        is_mixed = StepSize(inputs.num_rows, inputs.block_table.shape[0]) in self.mixed
+        size = StepSize(inputs.num_rows, inputs.block_table.shape[0], inputs.num_kept)
+        has_prompts = size.kind == "other" and size in self.mixed
         context = ForwardContext(
             cache=self._cache,
             pool=self._forward.pool,
-            phase=Phase.PREFILL if is_mixed and inputs.num_rows > PREFILL_ROWS else Phase.GENERATE,
+            phase=Phase.PREFILL if has_prompts and inputs.num_rows > PREFILL_ROWS else Phase.GENERATE,
             page_size=self._cache.page_size,
             slot_mapping=inputs.slot_mapping,
             seq_ids=inputs.seq_ids,

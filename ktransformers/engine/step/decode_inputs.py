@@ -2,6 +2,11 @@
 
 B rows of a graph, T <= B of them with tokens, S sequences, N of their rows whose logits are kept, P pages of a block
 table.
+
+    kind      rows of a sequence   logits kept          sizes
+    decode    one                  all                  decode_batch_sizes
+    draft     1 + draft tokens     all                  draft_sizes
+    other     any, of prompts      one of a sequence    mixed_sizes
 """
 
 from __future__ import annotations
@@ -14,7 +19,15 @@ from torch import Tensor
 
 from ktransformers.kernels.types import StateStep
 
-__all__ = ["DecodeInputs", "InputMemory", "StaticInputs", "StepSize", "decode_batch_sizes", "mixed_sizes"]
+__all__ = [
+    "DecodeInputs",
+    "InputMemory",
+    "StaticInputs",
+    "StepSize",
+    "decode_batch_sizes",
+    "draft_sizes",
+    "mixed_sizes",
+]
 
 _FEW_ROWS = 16
 """Up to so many rows attention reads each row's positions apart, whoever they belong to."""
@@ -22,23 +35,42 @@ _FEW_ROWS = 16
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepSize:
-    """The size of a graph: how many rows it takes, and of how many sequences at most; as many rows' logits are kept."""
+    """The size of a graph: how many rows it takes, of how many sequences at most, and of how many rows logits are kept:
+    of as many as there are sequences where `kept` is not given."""
 
     rows: int
     seqs: int
+    kept: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kept", self.kept or self.seqs)
 
     @property
     def is_decode(self) -> bool:
         """Whether each row has a sequence of its own."""
         return self.rows == self.seqs
 
-    def waste(self, rows: int, seqs: int) -> tuple[bool, int, int]:
+    @property
+    def is_draft(self) -> bool:
+        """Whether all logits are kept, of rows of which several may be one sequence's."""
+        return self.kept == self.rows > self.seqs
+
+    @property
+    def kind(self) -> str:
+        """The kind of steps that it is for, see the module's docstring."""
+        return "decode" if self.is_decode else "draft" if self.is_draft else "other"
+
+    def waste(self, rows: int, seqs: int, kept: int) -> tuple[bool, int, int, int]:
         """A sort key, less for a graph that suits a step better. Where each row may have a sequence of its own,
-        attention reads the positions of many rows of one sequence anew for each of them."""
-        return self.is_decode and rows > seqs and self.rows > _FEW_ROWS, self.rows, self.seqs
+        attention reads the positions of many rows of one sequence anew for each of them; where draft tokens are
+        expected, states of recurrent layers are carried row by row, which takes long for a prompt."""
+        is_unsuited = rows > seqs if self.is_decode else self.is_draft and kept < rows
+        return is_unsuited and self.rows > _FEW_ROWS, self.rows, self.seqs, self.kept
 
     def __str__(self) -> str:
-        return str(self.rows) if self.is_decode else f"{self.rows} rows of {self.seqs}"
+        if self.is_decode:
+            return str(self.rows)
+        return f"{self.rows} {'drafted ' if self.is_draft else ''}rows of {self.seqs}"
 
 
 def decode_batch_sizes(max_batch_size: int) -> tuple[int, ...]:
@@ -60,6 +92,17 @@ def mixed_sizes(rows: Sequence[int], most_rows: int, max_batch_size: int) -> tup
         seqs = min(max_batch_size, size if size <= _FEW_ROWS else size // 2)
         found.add(StepSize(size, seqs))
     return tuple(sorted(size for size in found if not size.is_decode))
+
+
+def draft_sizes(rows: Sequence[int], max_drafts: int, most_rows: int, max_batch_size: int) -> tuple[StepSize, ...]:
+    """Choose the sizes of steps with up to max_drafts draft tokens behind each token: of `rows`, as far as steps of
+    most_rows rows need them.
+
+    Steps of no more rows than there may be sequences take the graphs of decode steps, which keep as many logits.
+    """
+    most = min(max_batch_size * (1 + max_drafts), most_rows, max(rows, default=0))
+    counts = {count for count in (*rows, most) if max_batch_size < count <= most}
+    return tuple(StepSize(count, max_batch_size, count) for count in sorted(counts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +168,7 @@ class _Extent:
     def fields(self) -> tuple[tuple[int, torch.dtype], ...]:
         """Elements of each type: hidden states, then numbers of either size."""
         rows = self.size.rows
-        wide = 3 * rows + self.size.seqs
+        wide = 3 * rows + self.size.kept
         return (rows * self.width, self.dtype), (wide, torch.int64), (sum(self.words), torch.int32)
 
     @property
@@ -144,7 +187,7 @@ class _Extent:
         if self.has_states:
             first_rows, read, write, saves = slots
             # Sequences of few and of many rows are told apart on the device where there may be either.
-            most = None if self.size.is_decode else rows
+            most = rows if self.size.kind == "other" else None
             states = StateStep(first_rows, read, write, saves, kv_lens, most)
         return DecodeInputs(
             hidden.view(rows, self.width),

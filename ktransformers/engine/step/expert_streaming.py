@@ -6,8 +6,8 @@ Knows plans, loaded operators and devices; not steps.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -142,10 +142,12 @@ def open_prefills(
     streamings: Sequence[Streaming],
     tools_of: Callable[[Device], PrefillTools | None],
     max_batch_size: int,
+    slots: Mapping[str, int] | None = None,
 ) -> dict[str, PrefillLayer]:
     """Open what streams the loaded experts of a plan, by key, in steps of more rows than decode steps have.
 
-    Errors as `open_prefill`; `Devices.close` ends it.
+    slots: how many of each layer's experts are going to have a slot on the GPU, by key. Errors as `open_prefill`;
+    `Devices.close` ends it.
     """
     layers: dict[str, PrefillLayer] = {}
     for streaming in streamings:
@@ -158,7 +160,8 @@ def open_prefills(
             logger.info("experts are not streamed to %s: it is no CUDA device", device.name)
             continue
         stats = experts[0].config.expert_stats
-        shape, size, least = streaming.shape, streaming.size, max_batch_size + 1
+        held = sum((slots or {}).get(key, 0) for key in streaming.keys) // len(streaming.keys)
+        shape, size, least = replace(streaming.shape, num_held=held), streaming.size, max_batch_size + 1
         stream = open_prefill(device, kernels, shape, size, tools, stats, least_rows=least)
         if stream is None:
             continue

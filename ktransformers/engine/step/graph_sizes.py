@@ -5,6 +5,10 @@ A step whose layers are all captured is replayed whole. Where the host decides i
 that it streams, or that it waits for; expanded latents; the choices of sparse attention, whose graphs would look at as
 many positions as the longest sequence has. Between its layers such a step could be replayed in pieces: the seams are
 KTransformersExperts.submit and collect, and StepRuns of latent attention.
+
+A step with draft tokens is one of few rows and runs as a decode step of as many sequences does: its attention reads the
+positions of each row by itself, shared out over programs, latents are not expanded, and sparse attention chooses among
+what the longest sequence may have. So such steps are captured wherever decode steps are.
 """
 
 from __future__ import annotations
@@ -24,12 +28,15 @@ from ktransformers.operators.device import STREAM_ROWS
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.optimize.plan import Plan
 
-__all__ = ["GRAPH_ROWS", "choices_of", "largest_graph", "replayed_sizes"]
+__all__ = ["DRAFT_ROWS", "GRAPH_ROWS", "choices_of", "largest_graph", "replayed_drafts", "replayed_sizes"]
 
 logger = logging.getLogger(__name__)
 
 GRAPH_ROWS = (16, 32, 64, 128, 256, 512, 1024)
 """Rows of the graphs: above, launching kernels one by one costs little beside running them."""
+
+DRAFT_ROWS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Rows of the graphs for draft tokens: no step is padded by more than half. Above, drafting hardly ever pays."""
 
 
 def largest_graph(rows: Sequence[int], chunk_size: int) -> int:
@@ -95,4 +102,17 @@ def replayed_sizes(
         logger.info("steps of more than %d rows run without CUDA graphs: %s", largest, reason)
     if choices_of(plan) and found:
         logger.info("steps that expand latents run without CUDA graphs: the host plans each of them")
+    return tuple(found)
+
+
+def replayed_drafts(sizes: Iterable[StepSize], plan: Plan, layout: StepLayout) -> tuple[StepSize, ...]:
+    """Return those of the sizes of steps with draft tokens, in ascending order, in which the host decides nothing.
+    Logs one line where there are others."""
+    found = []
+    for size in sizes:
+        reason = _why_not(size.rows, plan, layout)
+        if reason is not None:
+            logger.info("steps of %d rows or more with draft tokens run without CUDA graphs: %s", size.rows, reason)
+            break
+        found.append(size)
     return tuple(found)

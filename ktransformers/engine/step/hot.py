@@ -45,6 +45,7 @@ _FORMAT = 1
 _LEAST_ROWS = 8  # of the largest step that the policy learns from
 _COPY_SECONDS = 1e-3  # of PCIe that uploads may take of a step
 _MOST_UPLOADS = 64
+_LEAST_HINDRANCE = 0.1  # of a copy's time, for which it holds up others on their way over PCIe
 _SAVED_EVERY = 4096  # steps
 _DIGITS = 3
 
@@ -96,11 +97,14 @@ class _Pool:
     layers: tuple[int, ...]
 
     def begin(self, learned: Mapping[int, Floats]) -> None:
-        scores = np.zeros(self.slots.slot_of.shape)
-        for row, layer in enumerate(self.layers):
-            known = learned.get(layer)
-            if known is not None and known.shape == scores[row].shape:
-                scores[row] = known
+        found = [learned.get(layer) for layer in self.layers]
+        shape = self.slots.slot_of.shape
+        known = [one for one in found if one is not None and one.shape == shape[1:]]
+        # Layers of which nothing is known, beside others of which something is, have the mean of these.
+        scores = np.full(shape, np.mean(known) if known else 0.0)
+        for row, one in enumerate(found):
+            if one is not None and one.shape == shape[1:]:
+                scores[row] = one
         self.slots.begin(scores)
 
     def learned(self) -> dict[int, Floats]:
@@ -201,11 +205,12 @@ class HotService:
 
 
 def _costs(rates: PrefillRates | None) -> HotCosts:
-    """A copy takes memory bandwidth from the CPU: by as much as its experts are slower beside copies."""
+    """A copy takes memory bandwidth from the CPU: by as much as its experts are slower beside copies; and hidden states
+    of the steps wait behind it."""
     if rates is None:
         return HotCosts()
     alone, shared = rates.cpu.seconds[0], rates.shared_cpu.seconds[0]
-    return HotCosts(read=alone, upload=rates.copy * max(1.0 - alone / shared, 0.0))
+    return HotCosts(read=alone, upload=rates.copy * max(1.0 - alone / shared, _LEAST_HINDRANCE))
 
 
 def _most_uploads(rates: PrefillRates | None, num_pools: int) -> int:
@@ -234,20 +239,23 @@ def open_hot(
         if tools is None or len(kernels) != len(hot.slots):
             logger.warning("no experts get slots on %s: it is no CUDA device", device.name)
             continue
-        grouped: dict[tuple[object, int], list[str]] = {}
+        grouped: dict[object, list[str]] = {}
         for key, kernel in kernels.items():
-            grouped.setdefault((kind_of(kernel), hot.slots[key]), []).append(key)
+            grouped.setdefault(kind_of(kernel), []).append(key)
         rates = next((one.prefill.rates for key, one in prefill.items() if key in kernels), None)
         pools: list[_Pool] = []
         try:
             pinned = _pinned(tools, [kernel for key, kernel in kernels.items() if key not in prefill])
         except KernelError as error:
-            logger.warning("no experts get slots on %s: their memory cannot be pinned (%s)", device.name, error)
+            advice = "--hot_experts off puts whole layers there"
+            logger.warning(
+                "no experts get slots on %s: their memory cannot be pinned (%s); %s", device.name, error, advice
+            )
             continue
-        for (_, slots), keys in grouped.items():
-            of_pool = [kernels[key] for key in keys]
+        for keys in grouped.values():
+            of_pool, slots = [kernels[key] for key in keys], sum(hot.slots[key] for key in keys)
             uploads = _most_uploads(rates, len(grouped))
-            policy = HotExperts(len(keys), hot.num_experts, slots * len(keys), uploads, costs=_costs(rates))
+            policy = HotExperts(len(keys), hot.num_experts, slots, uploads, costs=_costs(rates))
             rows = max(max_batch_size, _LEAST_ROWS)
             made = HotPool(device, of_pool, policy, tools.copies, tools.driver, rows)
             pools.append(_Pool(made, tuple(kernel.layer for kernel in of_pool)))

@@ -11,9 +11,12 @@ no step waits for a copy, and none reads a slot that is written. Which experts c
 (cache/hot_experts.py), from what steps that are over picked.
 
 In a step experts that have a slot run on the GPU, the others on the CPU at the same time, in the order of the stream
-(kernels/transfer/async_cpu_experts.py). A token's sum is the CPU's, in the router's order, and on it the GPU's parts in
-the router's order, rounded once. The CPU's experts and the GPU's differ in rounding, so a result depends, within that,
-on which experts have a slot.
+(kernels/transfer/async_cpu_experts.py). A large step, whose host chooses what is copied to the GPU (streamed.py),
+computes from the slots what the map names: it is launched between two changes of the map as every step is, so that the
+host's last map is the one that it would read on the GPU, and uploads are put behind it.
+
+A token's sum is the CPU's, in the router's order, and on it the GPU's parts in the router's order, rounded once. The
+CPU's experts and the GPU's differ in rounding, so a result depends, within that, on which experts have a slot.
 
 T tokens, K experts per token, E experts, S slots, L layers of a pool, H hidden, I intermediate.
 """
@@ -66,7 +69,8 @@ class HotPool:
     """Slots on one device for the experts of layers of one kind. Calls are made by the thread that runs steps.
 
     kernels: of the layers, in their order. max_rows: of a step that the policy learns from: larger ones touch nearly
-    all experts. Nothing has a slot before `begin`. Raises CapacityError when the slots do not fit on the device.
+    all experts. mapped: int32 [L, E], the host's copy of the map that the step launched next reads. Nothing has a slot
+    before `begin`. Raises CapacityError when the slots do not fit on the device.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class HotPool:
             # Two, in turns: the copy from the one before last is long over when it is written again.
             maps: list[tuple[torch.Tensor, Mark | None]] = [(driver.pinned(shape, torch.int32), None) for _ in range(2)]
         self._host_maps = deque(maps)
+        self.mapped = np.full(shape, -1, np.int32)
         self._before = np.zeros(shape, np.int64)
         self._learned: npt.NDArray[np.int64] | None = None
         self._on_the_way: deque[_OnTheWay] = deque()
@@ -180,13 +185,17 @@ class HotPool:
         host, used = self._host_maps.popleft()
         if used is not None:
             self._copies.synchronize(used)
-        host.numpy()[:] = self.policy.slot_of
+        self.mapped[:] = self.policy.slot_of
+        host.numpy()[:] = self.mapped
         self.slot_of.copy_(host, non_blocking=True)
         self._host_maps.append((host, self._copies.compute_mark()))
 
     def layer(self, number: int, prefill: PrefillLayer | None) -> HotLayer:
-        """Return the pool's layer with this number."""
-        return HotLayer(self, number, self._epilogues[number], prefill)
+        """Return the pool's layer with this number. prefill: streams its experts, from now on those without a slot."""
+        made = HotLayer(self, number, self._epilogues[number], prefill)
+        if prefill is not None:
+            prefill.hold(made)
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,12 +216,25 @@ class HotParts:
 
 @dataclass(frozen=True, slots=True)
 class HotLayer:
-    """A layer of a pool, as its experts operator holds it. prefill: what streams its experts in large steps."""
+    """A layer of a pool, as its experts operator holds it; HeldExperts for large steps.
+
+    prefill: what streams its experts in those.
+    """
 
     pool: HotPool
     number: int
     epilogue: MoeEpilogue
     prefill: PrefillLayer | None = None
+
+    @property
+    def matrices(self) -> tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices]:
+        """The matrices of all slots of the pool."""
+        return self.pool.matrices
+
+    def slots(self) -> npt.NDArray[np.int32]:
+        """Return the slot of each expert, [E], negative for none, by the map that the step launched next reads."""
+        slots: npt.NDArray[np.int32] = self.pool.mapped[self.number]
+        return slots
 
     def split(
         self, topk_ids: torch.Tensor, layer: int, usage: ExpertUsage, slots: torch.Tensor | None

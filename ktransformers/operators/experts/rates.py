@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from ktransformers.kernels.cpu import MoeKernel
+from ktransformers.operators.device import STREAM_ROWS
 from ktransformers.operators.experts.split import NEVER, CpuRate, PrefillRates, threshold_of
 from ktransformers.operators.experts.streamed import ExpertPrefill
 from ktransformers.system.user_folders import user_cache_dir
@@ -139,6 +140,16 @@ def describe_rates(rates: PrefillRates, threshold: int, expert_nbytes: int) -> s
     )
 
 
+def _threshold(rates: PrefillRates, prefill: ExpertPrefill) -> int:
+    """Where the GPU holds experts, smaller steps use them without the host's choice; larger ones than the stream's
+    order takes do not."""
+    sizes = prefill.shape.top_k, prefill.shape.num_experts
+    threshold = threshold_of(rates, *sizes)
+    if not prefill.shape.num_held:
+        return threshold
+    return max(threshold, min(threshold_of(rates, *sizes, prefill.shape.num_held), STREAM_ROWS + 1))
+
+
 def calibrate(
     prefill: ExpertPrefill,
     kernel: MoeKernel,
@@ -154,5 +165,5 @@ def calibrate(
         if file is not None:
             file.write(rates)
     prefill.rates = rates
-    prefill.threshold = max(threshold_of(rates, prefill.shape.top_k, prefill.shape.num_experts), prefill.least_rows)
+    prefill.threshold = max(_threshold(rates, prefill), prefill.least_rows)
     logger.info("%s%s", describe_rates(rates, prefill.threshold, expert_nbytes), origin)

@@ -2,6 +2,7 @@
 
 Pure: counts and rates in, a choice out. The copies and the CPU work at the same time, so a layer takes as long as the
 longer of the two; experts with many rows are copied, for a copy costs the same whatever the rows, and the others stay.
+Experts that the GPU holds already cost no copy, so that it computes them whatever their rows.
 Knows no devices, weights or tensors.
 
 E experts of a layer. Times are in seconds.
@@ -145,31 +146,45 @@ class AheadShare:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The GPU's experts of a layer (those that are there first, then those to copy, in order of their numbers); the
-    rest is the CPU's. seconds: what the layer is expected to take.
+    """The GPU's experts of a layer: held in slots, there in staging buffers, and copied for this step, each in order of
+    their numbers. The rest is the CPU's. seconds: what the layer is expected to take.
     """
 
     there: tuple[int, ...]
     copied: tuple[int, ...]
     seconds: float
+    held: tuple[int, ...] = ()
 
     @property
     def on_gpu(self) -> tuple[int, ...]:
+        return self.held + self.there + self.copied
+
+    @property
+    def passing(self) -> tuple[int, ...]:
+        """The experts whose bytes come over PCIe for this step."""
         return self.there + self.copied
 
 
 def choose_split(
-    counts: _Ints, rates: PrefillRates, there: Sequence[int] = (), ahead: float = 0.0, overhead: float = 0.0
+    counts: _Ints,
+    rates: PrefillRates,
+    there: Sequence[int] = (),
+    ahead: float = 0.0,
+    overhead: float = 0.0,
+    held: Sequence[int] = (),
 ) -> Split:
-    """Return the fastest split by the rates among those that give the GPU the experts with most rows.
+    """Return the fastest split by the rates among those that give the GPU the experts that it holds and then those with
+    most rows.
 
-    counts: int64 [E], rows of each expert. there: experts that are on the GPU, or on their way, which takes `ahead`
-    more seconds; they are used, or nothing is. overhead: seconds that the CPU's part takes beside its products,
-    whatever its experts: rows to it and results back. So the choice is never slower, by the same rates, than copying
-    every expert that has rows, or than leaving all to the CPU.
+    counts: int64 [E], rows of each expert. there: experts that are in staging buffers, or on their way, which takes
+    `ahead` more seconds; they are used, or nothing is copied. overhead: seconds that the CPU's part takes beside its
+    products, whatever its experts: rows to it and results back. held: experts in slots of the GPU, none of them in
+    `there`; those without rows are left out of the choice. So the choice is never slower, by the same rates, than
+    copying every other expert that has rows, than copying none, or than leaving all to the CPU.
     """
+    held = [expert for expert in held if counts[expert]]
     busy = rates.shared_cpu.of(counts)
-    ready = np.asarray(there, dtype=np.int64)
+    ready = np.asarray([*held, *there], dtype=np.int64)
     is_left = counts > 0
     is_left[ready] = False
     left = np.flatnonzero(is_left)
@@ -180,10 +195,22 @@ def choose_split(
     cpu_left = np.concatenate((np.cumsum(busy[left][::-1])[::-1] + overhead, [0.0]))
     times = np.maximum(np.maximum(copying, computing), cpu_left)
     best = int(times.argmin())
+    copying_none = _without_copies(counts, rates, overhead, held)
+    if copying_none.seconds <= times[best]:
+        return copying_none
+    return Split(tuple(there), tuple(sorted(left[:best].tolist())), float(times[best]), tuple(held))
+
+
+def _without_copies(counts: _Ints, rates: PrefillRates, overhead: float, held: Sequence[int]) -> Split:
+    """The CPU computes what the GPU does not hold, or all, at the rate that it has beside no copies."""
     alone = float(rates.cpu.of(counts).sum()) + overhead
-    if alone <= times[best]:
+    if not held:
         return Split((), (), alone)
-    return Split(tuple(there), tuple(sorted(left[:best].tolist())), float(times[best]))
+    rest = counts.copy()
+    rest[list(held)] = 0
+    of_cpu = float(rates.cpu.of(rest).sum()) + (overhead if rest.any() else 0.0)
+    both = max(of_cpu, rates.gpu_row * float(counts[list(held)].sum()))
+    return Split((), (), both, tuple(held)) if both <= alone else Split((), (), alone)
 
 
 def even_counts(num_tokens: int, top_k: int, num_experts: int) -> _Ints:
@@ -198,13 +225,18 @@ def even_counts(num_tokens: int, top_k: int, num_experts: int) -> _Ints:
     return np.minimum(np.searchsorted(mass.cumsum(), at), most).astype(np.int64)
 
 
-def threshold_of(rates: PrefillRates, top_k: int, num_experts: int) -> int:
-    """Return the fewest rows of a step from which copying some experts is worth it; NEVER when it never is."""
+def threshold_of(rates: PrefillRates, top_k: int, num_experts: int, num_held: int = 0) -> int:
+    """Return the fewest rows of a step from which copying some experts is worth it; NEVER when it never is.
+
+    num_held: experts of a layer that the GPU holds, with as many rows as others have: copying is compared with the CPU
+    computing what the GPU does not hold.
+    """
     threshold = NEVER
+    held = np.linspace(0, num_experts - 1, num_held).astype(np.int64).tolist()  # of the counts, which are in order
     for num_tokens in reversed(_SIZES):
         counts = even_counts(num_tokens, top_k, num_experts)
-        alone = float(rates.cpu.of(counts).sum())
-        if choose_split(counts, rates).seconds + STEP_COST > (1.0 - _MIN_GAIN) * alone:
+        alone = _without_copies(counts, rates, 0.0, held).seconds
+        if choose_split(counts, rates, held=held).seconds + STEP_COST > (1.0 - _MIN_GAIN) * alone:
             break
         threshold = num_tokens
     return threshold

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ktransformers.errors import CapacityError
@@ -20,7 +23,7 @@ from ktransformers.kernels.types import ExpertWeights, PackedTensor, RawTensor, 
 from ktransformers.operators.experts.resident import can_be_copied
 from ktransformers.system.file_kinds import size_of
 
-__all__ = ["Group", "HostExperts", "Staging", "StagingSize"]
+__all__ = ["Group", "HeldExperts", "HostExperts", "Staging", "StagingSize"]
 
 _ALIGNED = 256
 _PARTS = 3  # gate, up, down
@@ -103,6 +106,22 @@ class HostExperts:
     def pieces(self) -> list[tuple[int, int]]:
         """Return (address, bytes) of all matrices."""
         return [(address, part.nbytes) for part in self.projections for address in part.addresses]
+
+
+class HeldExperts(Protocol):
+    """Experts of one layer that lie in slots of the GPU, from which a step computes them without a copy."""
+
+    @property
+    def matrices(self) -> tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices]:
+        """The matrices of all slots, of experts of the layer's kind."""
+        ...
+
+    def slots(self) -> npt.NDArray[np.int32]:
+        """Return the slot of each expert, [E], negative for none, as the step that is launched next may read them.
+
+        A step that reads them has to be launched before experts change places again.
+        """
+        ...
 
 
 @dataclass(slots=True)

@@ -2,11 +2,11 @@
 
 A step with many rows touches every expert of a layer, and a copy to the GPU costs the same however many rows there are.
 So experts with many rows are copied over PCIe, group by group, and computed there from the bytes as they lie in memory,
-while the CPU computes the others where they are:
+while the CPU computes the others where they are. Those that have a slot on the GPU (hot.py) are computed from it first:
 
     host      wait for the ids ── choice ─┬─ groups ...                      ─┬─ first groups of the next layer
     copies    ahead: A  B  of this layer's│ C  D ...                          │  A' B' ...
-    GPU       attention, router, rows ────┤    A  B  C  D ── sum ── wait for the CPU ── add, next layer
+    GPU       attention, router, rows ────┤ slots  A  B  C  D ── sum ── wait for the CPU ── add, next layer
               to the CPU                  │
     CPU                                   └─ experts that stay ───────────────┘
 
@@ -23,7 +23,7 @@ T tokens, K experts per token, E experts, H hidden, I intermediate.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,7 +36,7 @@ from ktransformers.kernels.transfer.async_cpu_experts import AsyncCpuExperts
 from ktransformers.kernels.transfer.copies import CopyQueue
 from ktransformers.kernels.transfer.cuda import StreamDriver
 from ktransformers.kernels.triton.experts.align import moe_align
-from ktransformers.kernels.triton.experts.matrices import MoeEpilogue
+from ktransformers.kernels.triton.experts.matrices import ExpertMatrices, MoeEpilogue
 from ktransformers.kernels.triton.experts.moe import moe_blocks, moe_sum
 from ktransformers.kernels.triton.experts.workspace import MoeWorkspace, block_rows
 from ktransformers.operators.base import ExpertStats
@@ -49,20 +49,21 @@ from ktransformers.operators.experts.split import (
     Split,
     choose_split,
 )
-from ktransformers.operators.experts.staging import Group, HostExperts, Staging
+from ktransformers.operators.experts.staging import Group, HeldExperts, HostExperts, Staging
 
 __all__ = ["ExpertPrefill", "PrefillLayer", "PrefillShape", "PrefillTicket"]
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillShape:
-    """Sizes that all layers of one ExpertPrefill share."""
+    """Sizes that all layers of one ExpertPrefill share. num_held: experts of a layer with a slot there, as a mean."""
 
     num_experts: int
     top_k: int
     hidden_size: int
     intermediate_size: int
     max_rows: int
+    num_held: int = 0
 
     def workspace_nbytes(self) -> int:
         """Return the bytes on the GPU between the products of a step: values of 2 bytes."""
@@ -84,7 +85,7 @@ class PrefillTicket:
 class _Layer:
     """number, layer: of the CPU's kernel in its stream, and in the model. epilogue: on the GPU.
 
-    counts: rows of each expert in the last step.
+    counts: rows of each expert in the last step. held: the layer's slots on the GPU.
     """
 
     host: HostExperts
@@ -92,6 +93,11 @@ class _Layer:
     layer: int
     epilogue: MoeEpilogue
     counts: npt.NDArray[np.int64] | None = None
+    held: HeldExperts | None = None
+
+    def slots(self) -> npt.NDArray[np.int32]:
+        """[E]: where each expert is on the GPU already, negative for none."""
+        return np.full(self.host.num_experts, -1, np.int32) if self.held is None else self.held.slots()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +123,14 @@ class _Tables:
         self._host = driver.pinned((2, num_experts + 1), torch.int32)
         self._device = torch.zeros(2, num_experts + 1, dtype=torch.int32, device=device)
 
-    def fill(self, groups: Sequence[tuple[int, ...]]) -> None:
-        """Nothing may be under way that reads what was filled in before."""
+    def fill(self, groups: Sequence[tuple[int, ...]], held: Sequence[int] = (), slots: Iterable[int] = ()) -> None:
+        """groups: of experts that stand side by side; held: those before them, in slots of their own. Nothing may be
+        under way that reads what was filled in before."""
         host = self._host.numpy()
         host[0], host[1] = self.num_experts, -1
-        experts = [expert for group in groups for expert in group]
+        experts = [*held, *(expert for group in groups for expert in group)]
         host[0, experts] = np.arange(len(experts))
-        host[1, : len(experts)] = [slot for group in groups for slot in range(len(group))]
+        host[1, : len(experts)] = [*slots, *(slot for group in groups for slot in range(len(group)))]
         self._device.copy_(self._host, non_blocking=True)
 
     @property
@@ -185,6 +192,10 @@ class ExpertPrefill:
         self._layers.append(_Layer(HostExperts(kernel.weights), self._cpu.add_layer(kernel), kernel.layer, epilogue))
         return len(self._layers) - 1
 
+    def hold(self, layer: int, held: HeldExperts) -> None:
+        """Let a layer's experts that have a slot on the GPU be computed from there."""
+        self._layers[layer].held = held
+
     def takes(self, num_rows: int) -> bool:
         """Whether a step of so many rows is run by streaming experts."""
         return self.threshold <= num_rows <= self.shape.max_rows
@@ -202,17 +213,16 @@ class ExpertPrefill:
         self._cpu.check()
         self._learn()
         groups = self._take_ahead(layer)
-        split = self._choose(counts, groups, len(ids))
+        split = self._choose(layer, counts, groups, len(ids))
         self.last_split = split
         if not split.there:
             groups = []
         is_for_cpu = self._begin_cpu(layer, split, counts, len(ids))
         of_gpu = None
         if split.on_gpu:
-            waiting = _cut(split.copied, self._staging.capacity(self._layers[layer].host))
-            of_gpu = self._compute(layer, hidden, ids, weights, counts, groups, waiting)
+            of_gpu = self._compute(layer, hidden, ids, weights, counts, split, groups)
         self._layers[layer].counts = counts
-        self._copy_ahead(layer + 1, len(split.on_gpu))
+        self._copy_ahead(layer + 1, len(split.passing))
         return PrefillTicket(of_gpu, is_for_cpu, hidden)
 
     def _begin_cpu(self, layer: int, split: Split, counts: npt.NDArray[np.int64], rows: int) -> bool:
@@ -228,7 +238,7 @@ class ExpertPrefill:
         kept = np.arange(self.shape.num_experts + 1, dtype=np.int32)
         kept[list(split.on_gpu)] = self.shape.num_experts
         assert self.rates is not None
-        rate = self.rates.shared_cpu if split.on_gpu else self.rates.cpu
+        rate = self.rates.shared_cpu if split.passing else self.rates.cpu
         expected = float(rate.of(counts - there).sum())
         self._cpu_call = _CpuCall(rows, expected, self._cpu.num_forwards, self._cpu.busy_seconds)
         self._cpu.submit_staged(self._layers[layer].number, kept[self._ids[:rows].numpy()])
@@ -288,16 +298,19 @@ class ExpertPrefill:
         self._ahead = (-1, [])
         return groups if ahead == layer else []  # others are given up: their copies run, but nobody reads them
 
-    def _choose(self, counts: npt.NDArray[np.int64], groups: Sequence[Group], rows: int) -> Split:
+    def _choose(self, layer: int, counts: npt.NDArray[np.int64], groups: Sequence[Group], rows: int) -> Split:
         if self.rates is None:
             raise RuntimeError("submit before rates are known")
         there = [expert for group in groups for expert in group.experts]
+        is_held = self._layers[layer].slots() >= 0
+        is_held[there] = False  # of a layer whose experts have changed places since they were copied ahead
         coming = sum(len(group.experts) for group in groups if not self._copies.is_done(group.ready))
         if groups:
             self._share.learn(coming == 0)
         results = self._cpu.shape.row_nbytes * rows * self.rates.copy / self._layers[0].host.expert_nbytes
         overhead = self._overhead.seconds(rows) + results
-        return choose_split(counts, self.rates, there, coming * self.rates.copy, overhead)
+        held = np.flatnonzero(is_held).tolist()
+        return choose_split(counts, self.rates, there, coming * self.rates.copy, overhead, held)
 
     def _compute(
         self,
@@ -306,27 +319,36 @@ class ExpertPrefill:
         ids: torch.Tensor,
         weights: torch.Tensor,
         counts: npt.NDArray[np.int64],
+        split: Split,
         groups: Sequence[Group],
-        waiting: Sequence[tuple[int, ...]],
     ) -> torch.Tensor:
-        """Launch the GPU's part: copies as buffers become free, the first at once; products as copies arrive."""
-        num_experts, host, epilogue = self.shape.num_experts, self._layers[layer].host, self._layers[layer].epilogue
+        """Launch the GPU's part: copies as buffers become free, the first at once; products of what is held, then of
+        what was copied, as it arrives. groups: of those that are there."""
+        num_experts, known = self.shape.num_experts, self._layers[layer]
+        waiting = _cut(split.copied, self._staging.capacity(known.host))
         arriving, left, first = deque(groups), deque(waiting), 0
         while left and len(arriving) < self._staging.size.num_buffers:
-            arriving.append(self._staging.bring(host, left.popleft()))
-        self._tables.fill([*(group.experts for group in groups), *waiting])
+            arriving.append(self._staging.bring(known.host, left.popleft()))
+        slots = known.slots()[list(split.held)]
+        self._tables.fill([*(group.experts for group in groups), *waiting], split.held, slots)
         ranks = self._tables.ranks(ids)
         rows = hidden.to(self.device.matmul_dtype).contiguous()
         space, block = self._workspace(ranks)
+
+        def multiply(experts: Sequence[int], matrices: tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices]) -> int:
+            end = first + int((-(-counts[list(experts)] // block)).sum())
+            moe_blocks(rows, ids, weights, *matrices, space, (first, end), num_experts, known.epilogue)
+            return end
+
+        if known.held is not None:
+            first = multiply(split.held, known.held.matrices)
         while arriving:
             group = arriving.popleft()
             self._copies.compute_waits(group.ready)
-            end = first + int((-(-counts[list(group.experts)] // block)).sum())
-            moe_blocks(rows, ids, weights, *group.matrices, space, (first, end), num_experts, epilogue)
+            first = multiply(group.experts, group.matrices)
             self._staging.done(group)
-            first = end
             if left:
-                arriving.append(self._staging.bring(host, left.popleft()))
+                arriving.append(self._staging.bring(known.host, left.popleft()))
         out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
         return moe_sum(ranks, out, space, num_experts)
 
@@ -385,16 +407,17 @@ class ExpertPrefill:
         return best / ids.numel()
 
     def _copy_ahead(self, layer: int, num_copied: int) -> None:
-        """Put copies for the next layer: of experts that had most rows in its last step."""
+        """Put copies for the next layer: of experts that had most rows in its last step, and have no slot."""
         if layer >= len(self._layers):
             return
         known, host = self._layers[layer].counts, self._layers[layer].host
         capacity = self._staging.capacity(host)
         count = min(int(num_copied * self._share.value), (self._staging.size.num_buffers - 1) * capacity)
+        is_wanted = self._layers[layer].slots() < 0
         if known is not None:
-            count = min(count, int((known > 0).sum()))
+            is_wanted &= known > 0
         order = np.arange(host.num_experts) if known is None else np.argsort(-known, kind="stable")
-        chosen = _cut(sorted(order[:count].tolist()), capacity)
+        chosen = _cut(sorted(order[is_wanted[order]][:count].tolist()), capacity)
         self._ahead = (layer, [self._staging.bring(host, experts) for experts in chosen])
 
 
@@ -413,6 +436,10 @@ class PrefillLayer:
         """Whether a step of these rows [..., H] is run by streaming experts: many of them, on the layer's device."""
         is_here = hidden.device == self.prefill.device.torch_device
         return is_here and self.prefill.takes(hidden.numel() // hidden.shape[-1])
+
+    def hold(self, held: HeldExperts) -> None:
+        """Let the layer's experts that have a slot on the GPU be computed from there."""
+        self.prefill.hold(self.number, held)
 
     def submit(self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> PrefillTicket:
         """Issue the layer's forward of a step that `takes` named, as ExpertPrefill.submit does. hidden: [..., H]."""

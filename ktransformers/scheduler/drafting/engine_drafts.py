@@ -53,9 +53,9 @@ class EngineDrafts:
         """Return the chances of the first `most` draft tokens, see Drafter.chances."""
         return max(self._rates.chances(self.streak, most), self._lookup.chances(most), key=sum)
 
-    def later(self, most: int) -> list[float]:
+    def later(self, most: int) -> tuple[float, list[float]]:
         """Return the chances behind the next token, see Drafter.later: the engine's are the same, whatever that is."""
-        return max(self._rates.chances(self.streak, most), self._lookup.later(most), key=sum)
+        return max((1.0, self._rates.chances(self.streak, most)), self._lookup.later(most), key=lambda one: sum(one[1]))
 
     def draft(self, most: int) -> list[int]:
         """Return `most` tokens: copied ones, or places that the engine fills in."""

@@ -98,11 +98,12 @@ class DraftPlanner:
         tokens. The step's tokens come later."""
         if not self.most or not all(row.is_decode for row in step.rows):
             return
-        self._costs.add(step.num_rows, seconds - draft_seconds)
+        deepest = max(len(row.drafts) for row in step.rows)
+        self._costs.add(step.num_rows, seconds - draft_seconds, is_ahead=step.is_ahead, is_drafted=deepest > 0)
         if draft_seconds > 0:
-            self._draft_cost.add(max(len(row.drafts) for row in step.rows), draft_seconds)
+            self._draft_cost.add(deepest, draft_seconds)
         if self._by_engine:
-            self._num_undrafted = 0 if any(row.drafts for row in step.rows) else self._num_undrafted + 1
+            self._num_undrafted = 0 if deepest else self._num_undrafted + 1
             return
         if self._pause:
             self._pause -= 1
@@ -121,7 +122,7 @@ class DraftPlanner:
         """
         if not self.most or self._pause or prefills or not self._may_pay(decodes):
             return [[] for _ in decodes]
-        counts = self._counts([self._chances(seq, self._most_of(seq)) for seq in decodes], self._costly(decodes))
+        counts, _ = self._counts([self._chances(seq, self._most_of(seq)) for seq in decodes], self._costly(decodes))
         if self._is_due and not any(counts):
             self._engine_rates.doubt()
             counts = [int(self._most_of(seq) > 0) for seq in decodes]
@@ -144,7 +145,7 @@ class DraftPlanner:
 
     def awaits_tokens(self, running: Seq[Sequence], decodes: Seq[Sequence], prefills: Seq[Sequence]) -> bool:
         """Whether the step in flight is to be committed before the next one is planned: it runs draft tokens, or the
-        next one would if the first of them are right.
+        next one would if the first of them are right, and gain by that more than is lost by waiting in vain.
 
         Nobody goes on alone meanwhile: a step with half of the sequences would cost those the others lack as much.
         """
@@ -154,11 +155,19 @@ class DraftPlanner:
             return True
         if prefills or self._pause:
             return False
-        chances = []
+        chances, firsts, costs = list[list[float]](), list[float](), self._costs
         for seq in decodes:
             most = self._most_of(seq)
-            chances.append(self._drafter(seq).later(most) if most else [])
-        return any(self._counts(chances, self._costly(decodes))) or (self._is_due and bool(decodes))
+            first, later = self._drafter(seq).later(most) if most else (1.0, [])
+            chances.append(later)
+            firsts.append(first)
+        counts, gain = self._counts(chances, self._costly(decodes))
+        if not any(counts):
+            return self._is_due and bool(decodes)
+        first = min(chance for chance, count in zip(firsts, counts, strict=True) if count)
+        # One wait is lost for sure. Drafts that are right `first` of the time go on for 1 / (1 - first) steps.
+        lost = len(decodes) * math.log1p(costs.wait / costs.seconds(len(decodes)))
+        return first * gain > (1.0 - first) * lost
 
     def _drafter(self, seq: Sequence) -> Drafter:
         drafter = seq.drafter
@@ -185,11 +194,12 @@ class DraftPlanner:
         drafters = ((seq.drafter, self._most_of(seq)) for seq in seqs)
         return [isinstance(drafter, EngineDrafts) and not drafter.copies(most) for drafter, most in drafters]
 
-    def _counts(self, chances: list[list[float]], costly: Seq[bool]) -> list[int]:
-        """How many draft tokens each sequence gets. chances, costly: see `_chances` and `_costly`, of each."""
+    def _counts(self, chances: list[list[float]], costly: Seq[bool]) -> tuple[list[int], float]:
+        """How many draft tokens each sequence gets, and the logarithm of how many times as fast all of them together
+        become by these, 0 without any. chances, costly: see `_chances` and `_costly`, of each."""
         counts, rows, costs = [0] * len(chances), len(chances), self._costs
         if not any(chances) or not costs.knows(rows):
-            return counts
+            return counts, 0.0
         drafts = [draft for i, one in enumerate(chances) for draft in _drafts_of(i, one)]
         drafts.sort(key=lambda draft: (-draft.gain, draft.depth))
         gain, best, chosen, alone = 0.0, rows * math.log(MARGIN), 0, costs.seconds(rows)
@@ -203,4 +213,4 @@ class DraftPlanner:
                 best, chosen = left, num
         for draft in drafts[:chosen]:
             counts[draft.index] = max(counts[draft.index], draft.depth + 1)
-        return counts
+        return counts, best if chosen else 0.0

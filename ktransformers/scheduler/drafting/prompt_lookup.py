@@ -92,10 +92,12 @@ class PromptLookup:
         """Return the chances of the first tokens of `draft`, see Drafter.chances."""
         return self._rates.chances(self.match_len, most) if self.match_len else []
 
-    def later(self, most: int) -> list[float]:
+    def later(self, most: int) -> tuple[float, list[float]]:
         """Return the chances behind the next token, see Drafter.later: none where that is hardly the drafted one."""
         later = self.chances(most + 1)
-        return [chance / later[0] for chance in later[1:]] if later and later[0] > _LIKELY else []
+        if not later or later[0] <= _LIKELY:
+            return 1.0, []
+        return later[0], [chance / later[0] for chance in later[1:]]
 
     def draft(self, most: int) -> list[int]:
         """Return `most` tokens that may come next, none without a match. Where they reach the sequence's end they begin

@@ -3,12 +3,22 @@
 Sizes and medians are as in step_times.py: half powers of two, the last few times of each. Between sizes that were timed
 of late, steps take what lies on the line through both. Beyond the largest a row is taken to cost a little less than the
 last one did: sizes up to twice as large are tried where that would pay, once, and known from then on.
+
+Where steps are planned ahead, those with draft tokens are not: what they draw has to be known before the next step is
+planned, and so has what is drawn before they are planned. Meanwhile nothing is computed:
+
+    planned ahead      | step | step | step |
+    with draft tokens  | step | -- | drafted | -- | step | step |
+
+How long that is, `wait`, is learnt from steps without draft tokens that begin behind one. It is no part of what rows
+take, and is added to what draft tokens do.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from statistics import median
 
 from ktransformers.scheduler.step_times import pooled, size_of
@@ -23,6 +33,9 @@ _REFRESH = 8
 
 _LIFETIME = 1024
 """Steps after which the times of a size are forgotten: contexts grow, loads change."""
+
+_NUM_WAITS = 15
+"""Times of waiting that count."""
 
 _FIRST_SLOPE, _LATER_SLOPE = 0.1, 0.9
 """What a row more is assumed to add: of what a row takes, where nothing larger is known; of what the last one did."""
@@ -43,31 +56,48 @@ class DraftCost:
 
 
 class RowCosts:
-    """The seconds of steps by their rows, 1 .. most_rows; larger steps are not kept."""
+    """The seconds of steps by their rows, 1 .. most_rows; larger steps are not kept. wait: the seconds by which the
+    step behind one with draft tokens begins later than another one."""
 
     def __init__(self, most_rows: int) -> None:
-        self._times: dict[int, deque[tuple[int, float]]] = {}  # by size: rows, seconds
+        self._times: dict[int, deque[tuple[int, float, bool]]] = {}  # by size: rows, seconds, whether it waited
+        self._waits: deque[float] = deque(maxlen=_NUM_WAITS)
+        self._plans_ahead, self.wait = False, 0.0
         self._last: dict[int, int] = {}  # the step in which a size was last timed
         self._most, self._num_steps = most_rows, 0
         self._medians: dict[int, float] = {}  # by size
         self._line: list[float] = []  # by rows, as far as it is told
         self._least: dict[tuple[int, float], float] = {}
 
-    def add(self, rows: int, seconds: float) -> None:
-        """Note what a step of `rows` rows took."""
+    def add(self, rows: int, seconds: float, *, is_ahead: bool = False, is_drafted: bool = False) -> None:
+        """Note what a step of `rows` rows took, from the end of the one before it.
+
+        is_ahead: it was planned while another one was in flight. is_drafted: it had draft tokens.
+        """
         self._num_steps += 1
         if not 0 < rows <= self._most or seconds <= 0:
             return
-        size = size_of(rows)
+        self._plans_ahead |= is_ahead
+        size, has_waited = size_of(rows), self._plans_ahead and not is_ahead
+        if has_waited and not is_drafted:
+            self._add_wait(size, seconds)
+            return
         times = self._times.get(size)
         if times is None:
             times = self._times[size] = deque(maxlen=_KEPT)
-        times.append((rows, seconds))
+        times.append((rows, seconds, has_waited))
         self._last[size] = self._num_steps
         if len(times) < _KEPT or self._num_steps % _REFRESH == 0:
             for old in [size for size, last in self._last.items() if self._num_steps - last > _LIFETIME]:
                 del self._times[old], self._last[old]
             self._line, self._least = self._drawn(), {}
+
+    def _add_wait(self, size: int, seconds: float) -> None:
+        """Of a step without draft tokens that began behind a wait: how much longer it took than those of its size."""
+        alone = self._medians.get(size)
+        if alone is not None:
+            self._waits.append(seconds - alone)
+            self.wait, self._least = max(median(self._waits), 0.0), {}
 
     def knows(self, rows: int) -> bool:
         """Whether steps of about so many rows were timed of late."""
@@ -79,10 +109,11 @@ class RowCosts:
         return len(self._line) - 1 if self._line else 0
 
     def seconds(self, rows: int, more: int = 0) -> float:
-        """Return the seconds of a step of rows + more rows, up to most_rows, as far as they can be told; `knows` is
-        true of `rows`. What other sizes took says what more rows add, not what these take: loads change meanwhile."""
+        """Return the seconds of a step of `rows` rows and `more` draft tokens, up to most_rows together, as far as they
+        can be told; `knows` is true of `rows`. What other sizes took says what more rows add, not what these take:
+        loads change meanwhile."""
         alone = self._medians.get(size_of(rows), self._line[rows])
-        return alone + self._line[rows + more] - self._line[rows]
+        return alone + self._line[rows + more] - self._line[rows] + (self.wait if more else 0.0)
 
     def least_chance(self, rows: int, margin: float) -> float:
         """Return the chance that a draft token must have for any to pay beside so many rows, of which `knows` is true:
@@ -96,12 +127,16 @@ class RowCosts:
             self._least[rows, margin] = least
         return least
 
+    def _median(self, times: Iterable[tuple[int, float, bool]]) -> float:
+        """Of the times of a size, without waiting."""
+        return median(seconds - self.wait if has_waited else seconds for _, seconds, has_waited in times)
+
     def _drawn(self) -> list[float]:
         """By rows, from 0 on; never less than for fewer rows."""
         knots = []
-        self._medians = {size: median(seconds for _, seconds in times) for size, times in self._times.items()}
+        self._medians = {size: self._median(times) for size, times in self._times.items()}
         for size, times in sorted(self._times.items()):
-            mean = sum(rows for rows, _ in times) / len(times)
+            mean = sum(rows for rows, *_ in times) / len(times)
             knots.append((mean, self._medians[size], len(times)))
         known = pooled(knots)
         (before, alone), (largest, _) = known[0], known[-1]

@@ -34,7 +34,7 @@ PLAIN = 4
 def steady(monkeypatch: pytest.MonkeyPatch) -> None:
     """All steps take the same, whatever else the machine does: as many are drafted as may be."""
     add = RowCosts.add
-    monkeypatch.setattr(RowCosts, "add", lambda self, rows, seconds: add(self, rows, 1.0))
+    monkeypatch.setattr(RowCosts, "add", lambda self, rows, seconds, **kinds: add(self, rows, 1.0, **kinds))
     monkeypatch.setattr(PromptLookup, "chances", lambda self, most: [])  # nothing is copied
 
 

@@ -6,7 +6,6 @@ Drafts here are the answer itself with wrong tokens in it, so that every number 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +17,9 @@ from ktransformers.core import Constraint, ConstraintKind, SamplingParams
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.sequence.outputs import RequestOutput
-from ktransformers.scheduler.config import SchedulerConfig
-from ktransformers.scheduler.drafting.planner import DraftPlanner
 from ktransformers.scheduler.drafting.row_costs import RowCosts
-from ktransformers.scheduler.sequence import Sequence as ScheduledRequest
-from tests.support.engines.paged_loop import Answer, PagedLoop, scheduler_config
+from tests.support.engines.known_drafts import KnownDrafts, answers_of, told
+from tests.support.engines.paged_loop import PagedLoop, scheduler_config
 from tests.support.models.latent_models import latent_model
 from tests.support.models.pooled_models import POOLED_TYPES, pooled_model
 from tests.support.models.recurrent_models import RECURRENT_TYPES, recurrent_model
@@ -40,36 +37,6 @@ ATTENTION_TYPES = ("deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_moe", "deepseek_
 LATENT_TYPES = ("deepseek_v32", "longcat_flash")
 
 
-class KnownDrafts(DraftPlanner):
-    """Drafts what each answer goes on with, by the ends of requests' names, with wrong tokens in it."""
-
-    def __init__(self, config: SchedulerConfig, answers: dict[str, Sequence[int]], rng: random.Random):
-        super().__init__(config)
-        self.answers, self.rng, self.num_wrong = answers, rng, 0
-
-    def drafts(self, decodes: Sequence[ScheduledRequest], prefills: Sequence[ScheduledRequest]) -> list[list[int]]:
-        return [self._of(seq) for seq in decodes]
-
-    def _of(self, seq: ScheduledRequest) -> list[int]:
-        if seq.run is None or seq.run.num_pending or not seq.completion_len:
-            return []
-        count = min(self.rng.randrange(self.most + 1), self._most_of(seq))
-        drafts = list(self.answers[seq.request_id][seq.completion_len :][:count])
-        if drafts and self.rng.random() < 0.5:
-            at = self.rng.randrange(len(drafts))
-            drafts[at] = (drafts[at] + 1) % 7
-            self.num_wrong += 1
-        return drafts
-
-    def awaits_tokens(
-        self,
-        running: Sequence[ScheduledRequest],
-        decodes: Sequence[ScheduledRequest],
-        prefills: Sequence[ScheduledRequest],
-    ) -> bool:
-        return True
-
-
 def tiny(model_type: str, folder: Path) -> EngineConfig:
     if model_type in RECURRENT_TYPES:
         model = recurrent_model(model_type)
@@ -80,20 +47,6 @@ def tiny(model_type: str, folder: Path) -> EngineConfig:
     else:
         model = pooled_model(model_type)
     return EngineConfig(model_path=write_safetensors(model, folder), cpu_infer=1, cache_lens=1024, self_check=False)
-
-
-def answers_of(loop: PagedLoop, params: Sequence[SamplingParams], vocab_size: int, seed: int = 1) -> list[Answer]:
-    """Of as many requests as there are params, side by side."""
-    rng = random.Random(seed)
-    for one in params:
-        prompt = [rng.randrange(3, vocab_size) for _ in range(rng.randrange(5, 40))]
-        loop.add(prompt, one)
-    loop.drain()
-    return list(loop.answers.values())
-
-
-def told(answers: Sequence[Answer]) -> list[tuple[object, ...]]:
-    return [(one.token_ids, one.logprobs, one.prompt_logprobs, one.reason) for one in answers]
 
 
 @pytest.mark.parametrize("model_type", [*ATTENTION_TYPES, *LATENT_TYPES, *POOLED_TYPES, *RECURRENT_TYPES])
@@ -152,7 +105,7 @@ def test_the_bundled_model_says_the_same_with_drafts_and_without(
 ) -> None:
     """By prompt lookup, and by a draft model, which is the same one."""
     add = RowCosts.add  # all steps take the same, whatever else the machine does
-    monkeypatch.setattr(RowCosts, "add", lambda self, rows, seconds: add(self, rows, 1.0))
+    monkeypatch.setattr(RowCosts, "add", lambda self, rows, seconds, **kinds: add(self, rows, 1.0, **kinds))
     drafted = outputs(speculative, bundled_model("") if speculative == "draft" else None)
     for one, other in zip(plain, drafted, strict=True):
         assert (one.token_ids, one.text, one.logprobs) == (other.token_ids, other.text, other.logprobs)

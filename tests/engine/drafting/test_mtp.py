@@ -41,9 +41,13 @@ MARGIN = 1e-3
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three tokens are drafted in each step, however few are right."""
     add = RowCosts.add
-    monkeypatch.setattr(RowCosts, "add", lambda self, rows, seconds: add(self, rows, 1.0))
+    monkeypatch.setattr(RowCosts, "add", lambda self, rows, seconds, **kinds: add(self, rows, 1.0, **kinds))
     monkeypatch.setattr(PromptLookup, "chances", lambda self, most: [])  # nothing is copied
-    monkeypatch.setattr(DraftPlanner, "_counts", lambda self, chances, costly: [len(one) for one in chances])
+
+    def counts(self: DraftPlanner, chances: list[list[float]], costly: Sequence[bool]) -> tuple[list[int], float]:
+        return [len(one) * self._costs.knows(len(chances)) for one in chances], 1.0
+
+    monkeypatch.setattr(DraftPlanner, "_counts", counts)
 
 
 @contextmanager

@@ -68,7 +68,7 @@ def test_stages_of_quantized_models(model_type: str, where: str, tmp_path: Path)
     model, kind = tiny_model(model_type, seed=3, hidden=256), QuantType.Q4_K
     path = write_gguf(model, tmp_path / "model.gguf", kind, kind, kv_b="whole")
     rules = rules_of(model_type, tmp_path, EXPERTS_ON_CPU, EXPERTS_ON_CPU if where == "cpu" else EXPERTS_ON_GPU)
-    config = EngineConfig(gguf_path=path, optimize_config_path=rules)
+    config = EngineConfig(gguf_path=path, optimize_config_path=rules, hot_experts="off")
     with closing(cuda_engine(config)) as engine:
         want = logits_in_steps(engine)
     with closing(cuda_engine(replace(config, pipeline=2))) as engine:

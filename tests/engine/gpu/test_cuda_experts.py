@@ -50,7 +50,8 @@ def test_experts_agree_with_transformers(
     ids = prompt(model.config.vocab_size)
     want = logits_of(dequantized(model, qtype, QuantType.F32), ids)
     rules = shipped_path("default-moe.yaml") if is_streamed else None
-    config = EngineConfig(gguf_path=path, cache_lens=64, cpu_infer=2, optimize_config_path=rules)
+    options = {"cache_lens": 64, "cpu_infer": 2, "hot_experts": "off"}
+    config = EngineConfig(gguf_path=path, optimize_config_path=rules, **options)  # type: ignore[arg-type]
     with closing(static_engine(config, hardware=Hardware(detect_machine(gpus=cuda_memory)))) as engine:
         experts = [entry for entry in engine.plan.entries if entry.operator == "KTransformersExperts"]
         assert {entry.placement.generate_device for entry in experts} == {"cpu" if is_streamed else "cuda:0"}

@@ -40,9 +40,8 @@ def test_steps_tell_what_they_did(
         routers = model.float()(torch.tensor([ids]), output_router_logits=True).router_logits
     want = torch.stack([each.topk(config.num_experts_per_tok, dim=-1)[1].sort(dim=-1)[0] for each in routers])
     rules = rules_of("qwen3_moe", tmp_path, EXPERTS_ON_CPU, experts)
-    asked = EngineConfig(
-        model_path=tmp_path, cache_lens=64, cpu_infer=2, optimize_config_path=rules, use_cuda_graph=use_cuda_graph
-    )
+    options = {"cache_lens": 64, "cpu_infer": 2, "hot_experts": "off", "use_cuda_graph": use_cuda_graph}
+    asked = EngineConfig(model_path=tmp_path, optimize_config_path=rules, **options)  # type: ignore[arg-type]
     steps = [ids[:-8], *([token] for token in ids[-8:])]
     with closing(static_engine(asked, hardware=Hardware(detect_machine(gpus=cuda_memory)))) as engine:
         runtime, logits, differing, num_timed = StepRuntime(engine.runner.steps), list[torch.Tensor](), 0, 0

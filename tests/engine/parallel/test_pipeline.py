@@ -120,7 +120,7 @@ def test_stages_replay_their_steps_and_give_hidden_states(tmp_path: Path, monkey
         assert given[-1].shape == (1, len(ids), want.shape[-1])
     worker.close()
     assert (torch.cat(given, 1) - want).abs().max() <= 1e-4 * want.abs().max()
-    assert said[-1] == Captured([(16, 4), (4, 4), (2, 2), (1, 1)])
+    assert said[-1] == Captured([(16, 4, 4), (4, 4, 4), (2, 2, 2), (1, 1, 1)])
 
 
 @pytest.mark.exhaustive

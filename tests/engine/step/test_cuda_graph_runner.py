@@ -14,8 +14,10 @@ from ktransformers.engine.step.decode_inputs import (
     StaticInputs,
     StepSize,
     decode_batch_sizes,
+    draft_sizes,
     mixed_sizes,
 )
+from ktransformers.engine.step.graph_sizes import DRAFT_ROWS
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.transfer.async_cpu_experts import AsyncCpuExperts, EnqueueMethod, StreamShape
 from ktransformers.kernels.types import ActivationSpec, ExpertWeights, RawTensor
@@ -275,6 +277,72 @@ def test_sizes_of_other_steps(most_rows, batch, sizes):
     assert mixed_sizes((16, 32, 64), most_rows, batch) == tuple(StepSize(*size) for size in sizes)
 
 
+@pytest.mark.parametrize(
+    ("drafts", "most_rows", "batch", "rows"),
+    [
+        (7, 4096, 1, (2, 3, 4, 6, 8)),
+        (4, 4096, 1, (2, 3, 4, 5)),
+        (7, 4096, 4, (6, 8, 12, 16, 24, 32)),  # fewer rows are replayed as decode steps are
+        (7, 20, 4, (6, 8, 12, 16, 20)),  # no step has more rows
+        (7, 4096, 40, (48, 64)),
+        (7, 4096, 256, ()),
+        (64, 4096, 1, (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)),
+    ],
+)
+def test_sizes_of_steps_with_draft_tokens(drafts, most_rows, batch, rows):
+    assert draft_sizes(DRAFT_ROWS, drafts, most_rows, batch) == tuple(StepSize(count, batch, count) for count in rows)
+
+
+DRAFTED = (StepSize(3, 1, 3), StepSize(20, 1, 20))
+
+
+@pytest.mark.parametrize(
+    ("rows", "kept", "seqs", "size"),
+    [
+        (2, 2, 1, StepSize(3, 1, 3)),
+        (3, 1, 1, StepSize(3, 1, 3)),  # few rows of a prompt
+        (4, 4, 1, StepSize(20, 1, 20)),
+        (4, 1, 1, StepSize(16, 1)),
+        (17, 1, 1, StepSize(32, 1)),  # of a prompt, though fewer rows would do
+        (17, 17, 1, StepSize(20, 1, 20)),
+        (21, 21, 1, None),
+        (2, 2, 2, None),
+    ],
+)
+def test_the_size_that_suits_a_step_with_draft_tokens(rows, kept, seqs, size):
+    mixed = (*DRAFTED, StepSize(16, 1), StepSize(32, 1))
+    assert make_graphs(KeptModel(), (1,), mixed=mixed)[0].size_of(rows, kept, seqs, 3) == size
+
+
+def test_logits_of_draft_tokens():
+    """Three rows of one sequence in four, all of whose logits are kept; the padding writes nowhere."""
+    model, work = KeptModel(work := FakeWork()), work
+    graphs, backend = make_graphs(model, (1,), works=lambda: [work], mixed=(StepSize(4, 1, 4),))
+    sequence = [3, 3, 5, 7, 9]
+    for token in range(2):
+        graphs.forward(mixed_inputs([sequence[: token + 1]], [token], [0]))
+    got = graphs.forward(mixed_inputs([sequence], [2], [0, 1, 2]))
+    want = [torch.bincount(torch.tensor(sequence[:length]), minlength=VOCAB) for length in (3, 4, 5)]
+    assert torch.equal(got, torch.stack(want).float())
+    assert work.expected == [(2, 1), (2, 1), (2, 3)]
+    assert (backend.graphs[1].replays, backend.graphs[4].replays) == (2, 1)
+
+
+@pytest.mark.parametrize(("broken", "left"), [(20, [1, 16]), (16, [1, 3, 20])])
+def test_sizes_of_one_kind_that_cannot_be_captured_leave_the_others(broken, left, caplog):
+    class Backend(FakeBackend):
+        def capture(self, work):
+            if model.sizes[-1] == broken:
+                raise RuntimeError("the host waits")
+            return super().capture(work)
+
+    model = KeptModel()
+    graphs, _ = make_graphs(model, (1,), backend=Backend(), mixed=(DRAFTED[0], StepSize(16, 1), DRAFTED[1]))
+    assert [size.rows for size in sorted((StepSize(1, 1), *graphs.mixed_sizes))] == left
+    kind = "draft" if broken == 20 else "other"
+    assert f"{kind} steps are not replayed as CUDA graphs from batch size {broken} " in caplog.text
+
+
 def test_graphs_share_their_inputs():
     memory = InputMemory(CPU)
     large, small = (StaticInputs(size, 2, memory, 3, has_states=True) for size in (StepSize(8, 2), 4))
@@ -283,6 +351,9 @@ def test_graphs_share_their_inputs():
     assert large.inputs.keep.shape == (2,)
     assert (large.inputs.states.max_rows, small.inputs.states.max_rows) == (8, None)
     assert large.inputs.states.save_slots.shape == (8,)
+    drafted = StaticInputs(StepSize(6, 2, 6), 2, memory, 3, has_states=True)
+    assert (drafted.inputs.keep.shape, drafted.inputs.block_table.shape) == ((6,), (2, 2))
+    assert (drafted.inputs.states.max_rows, drafted.inputs.states.num_seqs) == (None, 2)
 
 
 def test_steps_can_be_padded_without_being_captured():

@@ -17,6 +17,7 @@ from rich.console import Console
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import build_engine, plan_model
 from ktransformers.engine.step import expert_streaming as module
+from ktransformers.engine.step import hot
 from ktransformers.errors import KernelError
 from ktransformers.kernels.cpu import MoeKernel
 from ktransformers.operators.experts.split import CpuRate, PrefillRates
@@ -62,7 +63,9 @@ def rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(model_path: Path, rules: Path) -> EngineConfig:
-    return EngineConfig(model_path=model_path, optimize_config_path=rules, cache_lens=64, cpu_infer=1, cpu_quant="q8_0")
+    """No slots, unless a test asks for them."""
+    options = {"cache_lens": 64, "cpu_infer": 1, "cpu_quant": "q8_0", "hot_experts": "off"}
+    return EngineConfig(model_path=model_path, optimize_config_path=rules, **options)  # type: ignore[arg-type]
 
 
 def test_a_streamed_prompt_gives_what_the_cpu_gives(config: EngineConfig) -> None:
@@ -88,6 +91,29 @@ def test_a_streamed_prompt_gives_what_the_cpu_gives(config: EngineConfig) -> Non
     errors = (got - want).norm(dim=-1) / want.norm(dim=-1)
     assert errors.median() <= 3e-2
     # A row whose router nearly ties may take another expert and differ by more.
+    assert (errors > 3e-2).sum() <= 2
+
+
+def test_a_streamed_prompt_uses_slots(config: EngineConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What lies in slots is not copied, and the prompt's result is what it is without them."""
+    monkeypatch.setattr(hot, "user_cache_dir", lambda: tmp_path / "cache")
+    ids, results, copied = prompt(100), [], []
+    for slots in ("off", "5"):
+        gpu = Gpu()
+        engine = static_engine(replace(config, hot_experts=slots), hardware=gpu.hardware())
+        (stream,) = engine.plan.devices["cuda:0"].services
+        assert stream.prefill.shape.num_held == (0 if slots == "off" else 5)
+        before = gpu.copies.num_bytes
+        results.append(engine.runner.forward(ids, 0, range(len(ids))).clone())
+        copied.append(gpu.copies.num_bytes - before)
+        split = stream.prefill.last_split
+        assert split is not None
+        assert len(split.held) == (0 if slots == "off" else 5)
+        assert not set(split.held) & set(split.passing)
+        engine.close()
+    assert 0 <= copied[1] < copied[0]
+    errors = (results[1] - results[0]).norm(dim=-1) / results[0].norm(dim=-1)
+    assert errors.median() <= 3e-2
     assert (errors > 3e-2).sum() <= 2
 
 

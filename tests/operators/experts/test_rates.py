@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from ktransformers.operators.device import STREAM_ROWS
 from ktransformers.operators.experts.rates import CpuTimer, RatesFile, calibrate, measure_rates
 from ktransformers.operators.experts.split import NEVER, CpuRate, PrefillRates
 from ktransformers.operators.experts.streamed import PrefillShape
@@ -159,3 +161,17 @@ def test_the_cache_folder_follows_the_platform(monkeypatch: pytest.MonkeyPatch) 
     assert user_cache_dir("linux", {"XDG_CACHE_HOME": "x"}) == Path("/home/u/.cache/ktransformers")
     assert user_cache_dir("darwin", {"XDG_CACHE_HOME": "/x"}) == Path("/home/u/Library/Caches/ktransformers")
     assert user_cache_dir("win32", {"LOCALAPPDATA": "/l"}) == Path("/l/ktransformers/Cache")
+
+
+def test_slots_raise_the_threshold_up_to_the_stream_s_steps(tmp_path: Path) -> None:
+    """Steps of more rows than those that use slots by themselves are streamed whatever the slots."""
+    file = RatesFile(KEY, tmp_path)
+    cpu = CpuRate((1, 64), (1e-4, 4e-4))
+    file.write(PrefillRates(5e-5, 0.0, cpu, cpu))
+    found = []
+    for num_held in (0, 40, 62):
+        prefill = Prefill(Machine())
+        prefill.shape = replace(Prefill.shape, num_held=num_held)
+        calibrate(prefill, Kernel(prefill.machine), 1000, file)  # type: ignore[arg-type]
+        found.append(prefill.threshold)
+    assert found[0] < found[1] < found[2] == STREAM_ROWS + 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -143,3 +145,50 @@ def test_the_threshold_moves_with_the_rates() -> None:
     assert 8 <= threshold_of(fast, 8, 128) < 512
     faster = PrefillRates(1e-5, 0.0, cpu, cpu)
     assert threshold_of(faster, 8, 128) <= threshold_of(fast, 8, 128)
+
+
+def _brute(counts: np.ndarray, rates: PrefillRates, held: list[int], overhead: float) -> float:
+    """The least time over every set of experts to copy, and over leaving all to the CPU."""
+    others = [e for e in range(len(counts)) if counts[e] and e not in held]
+    best = float(rates.cpu.of(counts).sum()) + overhead
+    for size in range(len(others) + 1):
+        for chosen in itertools.combinations(others, size):
+            rest = counts.copy()
+            rest[[*held, *chosen]] = 0
+            rate = rates.shared_cpu if chosen else rates.cpu
+            on_cpu = float(rate.of(rest).sum()) + (overhead if rest.any() else 0.0)
+            on_gpu = rates.gpu_row * float(counts.sum() - rest.sum())
+            best = min(best, max(size * rates.copy, on_gpu, on_cpu))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_the_gpu_holds_costs_no_copy(seed: int) -> None:
+    """The choice is as fast as the best of all sets, and never copies or leaves to the CPU what is held."""
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(0, 30, 8)
+    held = rng.permutation(8)[: int(rng.integers(0, 7))].tolist()
+    cpu = CpuRate((1, 32), (1e-4, float(rng.uniform(2e-4, 2e-3))))
+    shared = CpuRate((1, 32), tuple(1.4 * s for s in cpu.seconds))
+    rates = PrefillRates(float(rng.uniform(5e-5, 2e-3)), 1e-8, cpu, shared)
+    split = choose_split(counts, rates, overhead=1e-4, held=held)
+    assert split.seconds == pytest.approx(_brute(counts, rates, [e for e in held if counts[e]], 1e-4))
+    assert sorted(split.held) == sorted(e for e in held if counts[e])
+    assert not set(split.copied) & set(held)
+    assert split.seconds <= choose_split(counts, rates, overhead=1e-4).seconds + 1e-12
+
+
+def test_a_slow_gpu_leaves_what_it_holds_to_the_cpu() -> None:
+    flat = CpuRate((1,), (1e-4,))
+    rates = PrefillRates(1.0, 1.0, flat, flat)
+    assert choose_split(np.ones(4, dtype=np.int64), rates, held=[1, 2]).on_gpu == ()
+
+
+def test_the_threshold_rises_with_what_is_held() -> None:
+    """Copying is compared with a CPU that has less to do."""
+    cpu = CpuRate((1, 64), (2e-5, 1e-4))
+    rates = PrefillRates(5e-5, 0.0, cpu, cpu)
+    found = [threshold_of(rates, 8, 128, num_held) for num_held in (0, 32, 64, 128)]
+    assert found == sorted(found)
+    assert found[0] < found[2]
+    assert found[-1] == NEVER

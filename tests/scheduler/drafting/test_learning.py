@@ -96,3 +96,27 @@ def test_how_likely_a_draft_token_must_be() -> None:
     costs.add(4, 19.0)
     assert costs.least_chance(1, 1.0) == pytest.approx(1.9 ** (1 / 3) - 1)
     assert costs.least_chance(4, 1.0) > 1  # no more than four rows are ever run
+
+
+def test_what_steps_with_draft_tokens_lose_is_told_apart_from_what_rows_take() -> None:
+    costs = RowCosts(4)
+    for _ in range(3):
+        costs.add(1, 10.0, is_ahead=True)
+    costs.add(4, 19.0, is_drafted=True)
+    assert costs.wait == 0.0
+    assert costs.seconds(1, 3) == 19.0
+    costs.add(1, 12.0)  # began behind a wait
+    assert costs.wait == 2.0
+    costs.add(1, 10.0, is_ahead=True)
+    assert costs.seconds(1) == 10.0
+    assert costs.seconds(1, 3) == 19.0  # 17 of the rows, and the wait
+    assert costs.seconds(4) == 17.0
+    assert costs.least_chance(1, 1.0) == pytest.approx(1.9 ** (1 / 3) - 1)
+
+
+def test_where_nothing_is_planned_ahead_nothing_is_lost() -> None:
+    costs = RowCosts(8)
+    for seconds in (10.0, 14.0, 10.0):
+        costs.add(1, seconds)
+    costs.add(2, 15.0, is_drafted=True)
+    assert (costs.wait, costs.seconds(1), costs.seconds(1, 1)) == (0.0, 10.0, 15.0)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 
 import pytest
 
+from ktransformers.scheduler.drafting import planner
 from ktransformers.scheduler.drafting.prompt_lookup import PromptLookup
 from ktransformers.scheduler.scheduler import Scheduler
-from tests.support.servers.fake_engine import Loop, make_config, make_request
+from tests.support.servers.fake_engine import Loop, make_config, make_request, next_token
 
 REPEATED = [1, 2, 3, 4, 5, 6, 7, 8] * 3
 
@@ -112,3 +114,81 @@ def test_what_one_answer_gains_is_not_taken_from_fifteen_others() -> None:
         loop.commit()
     assert num_steps > 50
     assert total <= 1.03 * num_steps * loop.seconds(16)
+
+
+def planned_ahead(lost: float, second: float, seed: int, max_tokens: int = 300) -> tuple[int, float]:
+    """(draft tokens, seconds) of an answer whose steps are planned ahead: one that is not takes `lost` more. A step
+    without draft tokens takes 1.0."""
+    loop = Timed(make_config(num_pages=2000, chunk_size=256, max_batch_size=16, max_drafts=7))
+    loop.add(make_request("r", REPEATED, max_tokens, ignore_eos=True, seed=seed))
+    total, flying = 0.0, loop.scheduler._in_flight
+    while loop.scheduler.has_work:
+        while len(flying) < 2 and loop.schedule() is not None:
+            pass
+        step = flying[0]
+        seconds = 1.0 + (second - 1) * (min(step.num_rows, 8) - 1) + (0.0 if step.is_ahead else lost)
+        loop.seconds = lambda rows, took=seconds: took  # type: ignore[misc]
+        total += seconds
+        loop.commit()
+    loop.check_answers()
+    return loop.scheduler.stats().num_drafted, total
+
+
+@pytest.mark.parametrize("seed", [2, 5])
+@pytest.mark.parametrize("second", [1.02, 1.2, 1.75])
+@pytest.mark.parametrize("lost", [0.1, 0.5, 2.0])
+def test_what_is_lost_by_not_planning_ahead_is_no_more_than_draft_tokens_gain(
+    lost: float, second: float, seed: int
+) -> None:
+    """Answers that repeat themselves (even seeds), and one that hardly does."""
+    _, total = planned_ahead(lost, second, seed)
+    assert total <= 1.01 * 300 + 30
+
+
+class Alternating:
+    """A Drafter that is right six times of ten behind a wrong draft token, and nine times behind a right one."""
+
+    SEED = 2
+
+    def __init__(self, token_ids: Sequence[int], *args: object) -> None:
+        self._ids, self._rng = list(token_ids), random.Random(3)
+        self._right = {len(self._ids) - 1: False}
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def _is_right(self, at: int) -> bool:
+        if at not in self._right:
+            self._right[at] = self._rng.random() < self._chance(at)
+        return self._right[at]
+
+    def _chance(self, at: int) -> float:
+        return 0.9 if self._is_right(at - 1) else 0.6
+
+    def add(self, token_id: int) -> bool | None:
+        self._ids.append(token_id)
+        return self._is_right(len(self._ids) - 1)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            self.add(token_id)
+
+    def chances(self, most: int) -> list[float]:
+        first = self._chance(len(self._ids))
+        return [first * 0.9**depth for depth in range(most)]
+
+    def draft(self, most: int) -> list[int]:
+        found, ids = list[int](), self._ids.copy()
+        for _ in range(most):
+            ids.append(next_token(ids, self.SEED))
+            found.append(ids[-1] if self._is_right(len(ids) - 1) else ids[-1] + 1)
+        return found
+
+
+def test_draft_tokens_that_pay_are_run_though_nothing_is_planned_ahead_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where that loses nearly half a step each time."""
+    monkeypatch.setattr(planner, "PromptLookup", Alternating)
+    for lost, most in ((0.1, 260), (0.4, 285)):
+        num_drafted, total = planned_ahead(lost, 1.5, Alternating.SEED)
+        assert num_drafted > 100
+        assert total < most

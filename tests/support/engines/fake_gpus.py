@@ -61,13 +61,15 @@ def fake_hardware(
     gpu_bytes: int = 4 * GIB,
     graphs: FakeGraphs | None = None,
     graph_rows: Sequence[int] = (),
+    draft_rows: Sequence[int] = (),
 ) -> Hardware:
-    """A machine with GPUs that compute in `dtype`. graph_rows: see Hardware; the interpreter takes long for many."""
+    """A machine with GPUs that compute in `dtype`. graph_rows, draft_rows: see Hardware; the interpreter takes long for
+    many."""
     names = [f"cuda:{i}" for i in range(num_gpus)]
     machine = Machine(8 * GIB, 4 * GIB, {"cpu": 4 * GIB, **dict.fromkeys(names, gpu_bytes)})
     if torch.cuda.is_available():
         devices = Devices(lambda name: Device(name, torch.device("cuda:0"), dtype, True, CudaDriver))
-        return Hardware(machine, devices, graphs or CudaGraphs, graph_rows=graph_rows)
+        return Hardware(machine, devices, graphs or CudaGraphs, graph_rows=graph_rows, draft_rows=draft_rows)
     where = torch.device("cpu")
     devices = Devices(lambda name: Device(name, where, dtype, True, lambda device: InstantDriver()))
-    return Hardware(machine, devices, graphs or FakeGraphs(), graph_rows=graph_rows)
+    return Hardware(machine, devices, graphs or FakeGraphs(), graph_rows=graph_rows, draft_rows=draft_rows)

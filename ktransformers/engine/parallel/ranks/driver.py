@@ -21,7 +21,7 @@ from ktransformers.engine.parallel.pipeline.network import meeting_store
 from ktransformers.engine.parallel.ranks.agent import read_secret
 from ktransformers.engine.parallel.ranks.messages import Begin, Captured, Loaded, Made, Regroup, Start, Step, encode
 from ktransformers.engine.parallel.ranks.parallel_strategy import ParallelStrategy, num_processes, parallel_strategy
-from ktransformers.engine.parallel.ranks.ranks import Ranks, ResolvedPlan, Sizes, pairs_of
+from ktransformers.engine.parallel.ranks.ranks import Ranks, ResolvedPlan, Sizes, numbers_of
 from ktransformers.engine.parallel.ranks.worker_group import WorkerGroup
 from ktransformers.engine.parallel.ranks.worker_handles import LocalWorker, OnDeath, RemoteWorker, WorkerHandle
 from ktransformers.engine.plan.planning import Hardware
@@ -163,7 +163,7 @@ class Driver(Ranks):
         self._workers.wait()
         self._device = device
         is_uniform = self._strategy.is_uniform
-        told = partial(Begin, sizes=pairs_of(sizes) if is_uniform else [], is_captured=is_captured and is_uniform)
+        told = partial(Begin, sizes=numbers_of(sizes) if is_uniform else [], is_captured=is_captured and is_uniform)
         self._rendezvous(device, self._workers.workers, lambda place: self._workers.send(framed(encode(told(place)))))
         self._undo.callback(self._strategy.leave)
         return sizes, is_captured
@@ -186,7 +186,7 @@ class Driver(Ranks):
     def captured(self, sizes: Sizes) -> None:
         for worker in self._workers.workers:
             got = worker.receive()
-            if self._strategy.is_uniform and got != Captured(pairs_of(sizes)):
+            if self._strategy.is_uniform and got != Captured(numbers_of(sizes)):
                 raise EngineError(f"{worker.name} has captured other steps ({got}) than the first one ({sizes})")
         self._workers.is_recoverable = self._strategy.is_recoverable
 

@@ -52,10 +52,11 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
     """The driver's order to meet the other processes and to capture graphs. place: where to meet, a file or
-    tcp://HOST:PORT. sizes: (rows, sequences) of steps that are padded. is_captured: whether graphs are made."""
+    tcp://HOST:PORT. sizes: (rows, sequences, kept logits) of steps that are padded. is_captured: whether graphs are
+    made."""
 
     place: str
-    sizes: list[tuple[int, int]]
+    sizes: list[tuple[int, int, int]]
     is_captured: bool
 
 
@@ -150,7 +151,7 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 class Captured(msgspec.Struct, frozen=True, tag=True):
     """A worker's message that its graphs are captured: their (rows, sequences)."""
 
-    sizes: list[tuple[int, int]]
+    sizes: list[tuple[int, int, int]]
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

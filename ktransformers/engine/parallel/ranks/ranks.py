@@ -18,7 +18,7 @@ from ktransformers.engine.step.broadcast import StepBroadcast
 from ktransformers.engine.step.decode import MAX_GRAPH_ROWS
 from ktransformers.engine.step.decode_inputs import StepSize
 
-__all__ = ["Alone", "Ranks", "ResolvedPlan", "Sizes", "Worker", "pairs_of"]
+__all__ = ["Alone", "Ranks", "ResolvedPlan", "Sizes", "Worker", "numbers_of"]
 
 Sizes = Sequence[StepSize]
 
@@ -112,9 +112,9 @@ class Alone(Ranks):
         pass
 
 
-def pairs_of(sizes: Sizes) -> list[tuple[int, int]]:
-    """Return sizes as pairs of rows and sequences, as messages have them."""
-    return [(size.rows, size.seqs) for size in sizes]
+def numbers_of(sizes: Sizes) -> list[tuple[int, int, int]]:
+    """Return the rows, sequences and kept logits of each size, as messages have them."""
+    return [(size.rows, size.seqs, size.kept) for size in sizes]
 
 
 class Worker(Ranks):
@@ -148,7 +148,7 @@ class Worker(Ranks):
         self._device = device
         self._strategy.rendezvous(begin.place, device)
         if self._strategy.is_uniform:
-            return [StepSize(rows, seqs) for rows, seqs in begin.sizes], begin.is_captured
+            return [StepSize(*numbers) for numbers in begin.sizes], begin.is_captured
         if is_captured:
             self._strategy.will_replay(max([MAX_GRAPH_ROWS, *(size.rows for size in sizes)]))
         return sizes, is_captured
@@ -159,7 +159,7 @@ class Worker(Ranks):
 
     @override
     def captured(self, sizes: Sizes) -> None:
-        self._send(Captured(pairs_of(sizes)))
+        self._send(Captured(numbers_of(sizes)))
 
     @override
     @property

@@ -1,0 +1,124 @@
+"""Answers that are known beforehand, and drafts of them that are right as often as asked: for models of random weights.
+
+What such a model samples soon runs in circles, and no text drafts it. So each request has an answer of random tokens:
+the model computes and samples as ever, and then the answer's token is taken in place of the sampled one. Drafts are the
+same tokens, each made a wrong one with a given probability. All else is what it is: steps, graphs, and the planner,
+which learns how often drafts are right and what they cost.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from unittest import mock
+
+from ktransformers.engine.sampling.logits_request import StepLogits
+from ktransformers.engine.sampling.sampler import RequestSampler, SampledToken, sample_each
+from ktransformers.engine.step import paged
+from ktransformers.errors import KTransformersError
+from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.scheduler.drafting import planner
+from ktransformers.scheduler.drafting.acceptance import AcceptanceRates
+from ktransformers.scheduler.drafting.prompt_lookup import MAX_MATCH
+
+__all__ = ["KnownAnswers", "KnownDrafter"]
+
+
+class KnownDrafter:
+    """A Drafter (scheduler.sequence) of one sequence. drafts: all tokens of prompt and answer, wrong ones among them.
+    rates: learn how often they are right, as of matches of MAX_MATCH tokens."""
+
+    def __init__(self, token_ids: Sequence[int], rates: AcceptanceRates, drafts: Sequence[int]) -> None:
+        self._num_known, self._rates, self._drafts = len(token_ids), rates, drafts
+
+    def __len__(self) -> int:
+        return self._num_known
+
+    def add(self, token_id: int) -> bool | None:
+        """Take the sequence's next token, see Drafter.add."""
+        was_right = None
+        if self._num_known < len(self._drafts):
+            was_right = self._drafts[self._num_known] == token_id
+            self._rates.add(MAX_MATCH, was_right)
+        self._num_known += 1
+        return was_right
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Take several tokens, see Drafter.extend."""
+        self._num_known += len(token_ids)
+
+    def chances(self, most: int) -> list[float]:
+        """Return the chances of the first tokens of `draft`, see Drafter.chances."""
+        return self._rates.chances(MAX_MATCH, min(most, len(self._drafts) - self._num_known))
+
+    def draft(self, most: int) -> list[int]:
+        """Return up to `most` tokens, see Drafter.draft."""
+        return list(self._drafts[self._num_known : self._num_known + most])
+
+
+class KnownAnswers:
+    """The answer of each request by its seed, see the module's docstring.
+
+    accept: how likely a draft token is right. prompt_len, answer_len: tokens of all prompts and answers.
+    """
+
+    def __init__(self, vocab_size: int, accept: float, prompt_len: int, answer_len: int) -> None:
+        self._vocab_size, self._accept = vocab_size, accept
+        self._prompt_len, self._answer_len = prompt_len, answer_len
+        self._seeds: dict[tuple[int, ...], int] = {}  # by prompt
+        self._rates = AcceptanceRates(MAX_MATCH)  # of these drafts alone: the planner's may know others
+        self.tokens = lru_cache(maxsize=None)(self._tokens)
+
+    def _tokens(self, seed: int) -> list[int]:
+        """Return the tokens of prompt and answer."""
+        rng = random.Random(seed)
+        return [rng.randrange(self._vocab_size) for _ in range(self._prompt_len + self._answer_len)]
+
+    def prompt(self, seed: int) -> list[int]:
+        """Return the prompt of the request with this seed, which may then be answered."""
+        prompt = self.tokens(seed)[: self._prompt_len]
+        self._seeds[tuple(prompt)] = seed
+        return prompt
+
+    def drafts(self, seed: int) -> list[int]:
+        """Return the prompt, and the answer with wrong tokens in it."""
+        rng, size = random.Random(f"wrong {seed}"), self._vocab_size
+        return [
+            token_id if at < self._prompt_len or rng.random() < self._accept else (token_id + 1) % size
+            for at, token_id in enumerate(self.tokens(seed))
+        ]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """While open, requests of any engine in this process have these answers and drafts."""
+        with (
+            mock.patch.object(paged, "sample_each", self._sampled),
+            mock.patch.object(planner, "PromptLookup", self._drafter),
+        ):
+            yield
+
+    def _sampled(
+        self,
+        logits: StepLogits,
+        samplers: Sequence[RequestSampler],
+        positions: Sequence[int],
+        pool: WorkerPool | None = None,
+    ) -> list[SampledToken | KTransformersError]:
+        found = sample_each(logits, samplers, positions, pool)
+        return [
+            one if isinstance(one, KTransformersError) else replace(one, token_id=self._known(sampler, position))
+            for one, sampler, position in zip(found, samplers, positions, strict=True)
+        ]
+
+    def _known(self, sampler: RequestSampler, position: int) -> int:
+        assert sampler.params.seed is not None
+        return self.tokens(sampler.params.seed)[position]
+
+    def _drafter(
+        self, token_ids: Sequence[int], rates: AcceptanceRates, prediction_ids: Sequence[int] = ()
+    ) -> KnownDrafter:
+        assert not prediction_ids, "known answers need no prediction"
+        return KnownDrafter(token_ids, self._rates, self.drafts(self._seeds[tuple(token_ids[: self._prompt_len])]))
