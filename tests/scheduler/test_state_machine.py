@@ -36,8 +36,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         disk_seed=st.integers(0, 99),
         num_stages=st.sampled_from([1, 1, 2, 3]),
         max_drafts=st.sampled_from([0, 1, 3, 7]),
+        drafter=st.sampled_from(["ngram", "draft"]),
     )
-    def start(self, host_pages: int, host_states: int, disk_bytes: int, disk_seed: int, **config: int) -> None:
+    def start(self, host_pages: int, host_states: int, disk_bytes: int, disk_seed: int, **config: int | str) -> None:
         rng = random.Random(disk_seed)
         disk = FakeDisk(
             is_bad=lambda: disk_seed % 2 == 1 and rng.random() < 0.2,

@@ -98,7 +98,7 @@ class DraftPlanner:
         tokens. The step's tokens come later."""
         if not self.most or not all(row.is_decode for row in step.rows):
             return
-        deepest = max(len(row.drafts) for row in step.rows)
+        deepest = max((len(row.drafts) for row in step.rows), default=0)
         self._costs.add(step.num_rows, seconds - draft_seconds, is_ahead=step.is_ahead, is_drafted=deepest > 0)
         if draft_seconds > 0:
             self._draft_cost.add(deepest, draft_seconds)

@@ -177,6 +177,9 @@ class Alternating:
         first = self._chance(len(self._ids))
         return [first * 0.9**depth for depth in range(most)]
 
+    def later(self, most: int) -> tuple[float, list[float]]:
+        return self._chance(len(self._ids)), [0.9 ** (depth + 1) for depth in range(most)]
+
     def draft(self, most: int) -> list[int]:
         found, ids = list[int](), self._ids.copy()
         for _ in range(most):

@@ -41,6 +41,11 @@ def next_token(token_ids: Sequence[int], seed: int | None) -> int:
     return hash((seed, *token_ids)) % VOCAB_SIZE
 
 
+def often_next_token(token_ids: Sequence[int], seed: int | None) -> int:
+    """What a drafter takes for the next token: two times of three it is."""
+    return (next_token(token_ids, seed) + (len(token_ids) % 3 == 0)) % VOCAB_SIZE
+
+
 def make_config(**changes: object) -> SchedulerConfig:
     values = {"num_pages": 16, "page_size": 4, "chunk_size": 8, "max_batch_size": 4, "vocab_size": VOCAB_SIZE}
     return SchedulerConfig(**(values | {"eos_token_ids": (EOS,)} | changes))  # type: ignore[arg-type]
@@ -179,9 +184,9 @@ class FakeTiers:
 
 class FakeEngine:
     """Runs steps in order. salt_of: the engine is not told salts; the test is. guess: its drafter, which finds the
-    token behind these; None: it has none."""
+    token behind these."""
 
-    guess: Callable[[Sequence[int], int | None], int] | None = None
+    guess: Callable[[Sequence[int], int | None], int] = staticmethod(often_next_token)
 
     def __init__(self, config: SchedulerConfig, salt_of: Callable[[str], str], disk: FakeDisk | None = None):
         self.config, self.salt_of = config, salt_of
@@ -225,7 +230,7 @@ class FakeEngine:
         """The row with its draft tokens, where the engine is to find them: for as long as it may guess."""
         if UNKNOWN not in row.token_ids:
             return row
-        assert self.guess is not None, "no drafter"
+        assert self.config.drafts_in_engine, "no drafter"
         assert list(row.token_ids[-row.num_drafts :]) == [UNKNOWN] * row.num_drafts
         run = self.runs[row.run_id]
         known = list(run.token_ids)
