@@ -176,8 +176,9 @@ class HotExperts:
         if known.shape != shape or not np.isfinite(known).all() or known.min() < 0.0:
             raise ValueError(f"scores must be numbers of {list(shape)} experts")
         self._remembered.set(known)
-        # As many recent picks as the newest steps would have had at this rate.
+        # As many recent picks as the newest steps would have had at this rate, the last one just now.
         self._recent.set(known * (self.half_life / _REMEMBERED))
+        self._last[known.ravel() > 0.0] = 0
         best = np.argsort(-known.T.ravel(), kind="stable")[: self.num_slots]
         found = np.sort(best % self.num_layers * self.num_experts + best // self.num_layers)
         self._had_slot[found] = True

@@ -123,6 +123,19 @@ def test_what_was_learned_is_there_from_the_start() -> None:
     assert hits(again, steps[:10]) > hits(begun(), steps[:10]) + 0.2
 
 
+def test_what_was_learned_is_not_given_up_for_the_first_that_come() -> None:
+    """Experts of a few picks do not take the place of those that were picked often before the start."""
+    scores = np.zeros((LAYERS, EXPERTS))
+    scores[:, : EXPERTS // 4] = 500.0
+    policy = HotExperts(LAYERS, EXPERTS, SLOTS, 4)
+    policy.land(policy.begin(scores))
+    picks = np.zeros((LAYERS, EXPERTS), np.int64)
+    picks[:, -1] = 1
+    for _ in range(4):
+        policy.observe(picks)
+        assert policy.decide() == []
+
+
 def test_scores_of_other_experts_are_refused() -> None:
     policy = HotExperts(LAYERS, EXPERTS, SLOTS, 4)
     for wrong in (np.zeros((LAYERS, EXPERTS + 1)), np.full((LAYERS, EXPERTS), np.nan)):

@@ -89,7 +89,7 @@ class KMoEBlock(WrapperOperator):
         routed = chosen = None
         asked = (self.device.move(token_ids),) if self._asks_for_ids and token_ids is not None else ()
         if is_ours and isinstance(router, KRouter) and not asked:
-            chosen = None if router.spec is None else experts.chosen(len(rows), router.spec.top_k)
+            chosen = None if router.spec is None else experts.chosen(rows, router.spec.top_k)
             routed = router.route(rows, chosen)
         _, topk_weights, topk_ids = router(rows, *asked) if routed is None else routed
         if not is_ours:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,7 @@ from ktransformers.kernels.triton.experts.align import AlignedPairs, max_blocks,
 from ktransformers.kernels.triton.experts.hot import split_pairs, sum_onto
 from ktransformers.kernels.triton.experts.matrices import ExpertMatrices, MoeEpilogue
 from ktransformers.kernels.triton.experts.moe import moe_blocks
+from ktransformers.kernels.triton.experts.router import Chosen, SlotSplit
 from ktransformers.kernels.triton.experts.workspace import MoeWorkspace, block_rows
 from ktransformers.operators.device import Device
 from ktransformers.operators.experts.staging import HostExperts
@@ -235,6 +236,15 @@ class HotLayer:
         """Return the slot of each expert, [E], negative for none, by the map that the step launched next reads."""
         slots: npt.NDArray[np.int32] = self.pool.mapped[self.number]
         return slots
+
+    def chosen(self, layer: int, usage: ExpertUsage, slots: torch.Tensor, top_k: int) -> Chosen:
+        """Return the memory of a router that divides its choice as `split` does, in its own launch: its ids are the
+        GPU's, and those of the CPU are in `split.elsewhere`. Arguments as in `split`.
+        """
+        pool, number = self.pool, self.number
+        elsewhere = torch.empty(len(slots), top_k, dtype=torch.int32, device=slots.device)
+        split = SlotSplit(pool.slot_of[number], pool.picks[number], elsewhere)
+        return replace(usage.chosen(layer, slots, top_k), split=split)
 
     def split(
         self, topk_ids: torch.Tensor, layer: int, usage: ExpertUsage, slots: torch.Tensor | None

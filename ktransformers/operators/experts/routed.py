@@ -226,15 +226,13 @@ class KTransformersExperts(Operator):
         """Return this layer's path of a kind, None where it has none."""
         return next((path for path in self.paths if isinstance(path, kind)), None)
 
-    def chosen(self, num_rows: int, top_k: int) -> Chosen | None:
-        """Return what a router on these experts' GPU fills for a step of so many rows; None where they are
-        elsewhere.
+    def chosen(self, rows: torch.Tensor, top_k: int) -> Chosen | None:
+        """Return what a router on the GPU fills for a step of rows [T, H] that is submitted next; None where nothing of
+        it runs there, or is counted elsewhere.
         """
-        for path in self.paths:
-            memory = path.chosen(num_rows, top_k)
-            if memory is not None:
-                return memory
-        return None
+        step = ExpertStep(rows, rows, rows)  # paths look at the rows alone
+        path = next((path for path in self.paths if path.takes(step)), None)
+        return None if path is None else path.chosen(rows, top_k)
 
     def submit(
         self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, is_counted: bool = False

@@ -138,6 +138,42 @@ def test_which_path_takes_a_step(make: Make) -> None:
     assert names(on_gpu, 1, 512, 4097) == ["resident"] * 3
 
 
+def test_who_counts_for_a_router(make: Make) -> None:
+    """The path that takes the step: slots have the router divide its choice, streamed steps nothing of it."""
+    (slots, *_) = experts_of(make("beside", "5"))
+    device = slots._experts.layer_device
+    device.begin_step(torch.arange(THRESHOLD))
+    hidden = step_of(slots, THRESHOLD).hidden_states
+    assert slots.chosen(hidden, TOP_K) is None
+    device.begin_step(torch.arange(3))
+    memory = slots.chosen(hidden[:3], TOP_K)
+    assert memory is not None
+    assert memory.split is not None
+    assert slots.chosen(hidden[:2], TOP_K) is None  # rows that are not the step's
+    (plain, *_) = experts_of(make("beside"))
+    plain._experts.layer_device.begin_step(torch.arange(3))
+    assert plain.chosen(hidden[:3], TOP_K) is None
+
+
+def test_a_choice_that_the_router_has_divided_gives_the_same(make: Make) -> None:
+    """Bit for bit, as divided in a launch of its own."""
+    (experts, *_) = experts_of(make("beside", "5"))
+    path = experts.path(HotPath)
+    assert path is not None
+    assert path.hot is not None
+    assert path.usage is not None
+    step = step_of(experts, 3)
+    experts._experts.layer_device.begin_step(torch.arange(3))
+    want = run(experts, step)
+    memory = experts.chosen(step.hidden_states, TOP_K)
+    assert memory is not None
+    assert memory.split is not None
+    here, there = path.hot.split(step.topk_ids, experts._experts.number, path.usage, torch.arange(3))
+    memory.split.elsewhere.copy_(there)
+    got = experts.collect(experts.submit(step.hidden_states, here, step.topk_weights, is_counted=True))
+    assert torch.equal(got, want)
+
+
 def test_rows_that_are_elsewhere_are_no_gpu_s_step(make: Make) -> None:
     (experts, *_) = experts_of(make("beside", "5"))
     for rows in (1, THRESHOLD):

@@ -52,7 +52,7 @@ from ktransformers.kernels.triton.common.elementwise import add_rms_norm, gate_h
 from ktransformers.kernels.triton.experts.hot import split_pairs, sum_onto
 from ktransformers.kernels.triton.experts.matrices import SILU, ExpertMatrices, MoeEpilogue
 from ktransformers.kernels.triton.experts.moe import moe
-from ktransformers.kernels.triton.experts.router import MAX_ROUTED_ROWS, Chosen, route_rows, topk_router
+from ktransformers.kernels.triton.experts.router import MAX_ROUTED_ROWS, Chosen, SlotSplit, route_rows, topk_router
 from ktransformers.kernels.triton.linear.linear import gated_linear, linear, linear_pair
 from ktransformers.kernels.triton.quant import dequant
 from ktransformers.kernels.triton.quant.repack import CPU_PACKED_TYPES, GpuLayout, can_repack, layout_nbytes
@@ -203,6 +203,10 @@ def call_router(num_experts, hidden, tokens, spec, has_bias=False):
     chosen = Chosen(torch.zeros(num_experts, dtype=torch.int64), torch.zeros(tokens, dtype=torch.int64))
     logits, _, _ = route_rows(x, torch.zeros(num_experts, hidden), spec, counters, bias, chosen=chosen)
     topk_router(logits, spec, bias)
+    slot_of, elsewhere = torch.zeros(num_experts, dtype=torch.int32), torch.zeros(tokens, spec.top_k, dtype=torch.int32)
+    split = Chosen(chosen.counts, chosen.slots, None, SlotSplit(slot_of, chosen.counts, elsewhere))
+    route_rows(x, torch.zeros(num_experts, hidden), spec, counters, bias, chosen=split)
+    topk_router(logits, spec, bias, chosen=split)
     write_device_time(chosen.counts, 3)
 
 

@@ -18,7 +18,30 @@ from ktransformers.kernels.triton.common.elementwise import check_float
 from ktransformers.kernels.triton.common.runtime import jit, power_of_two, tl
 from ktransformers.kernels.triton.linear.matmul import arrive_last
 
-__all__ = ["MAX_ROUTED_ROWS", "Chosen", "route_rows", "topk_router"]
+__all__ = ["MAX_ROUTED_ROWS", "Chosen", "SlotSplit", "route_rows", "topk_router"]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSplit:
+    """Division of a router's choice between experts that have a slot on the GPU and others, see `hot.split_pairs`.
+
+    slot_of: int32 [E], negative for an expert without a slot. picks: int64 [E], counts all experts that are chosen.
+    elsewhere: int32 [T, K], contiguous, gets the ids of experts without a slot, E in the places of others.
+    """
+
+    slot_of: Tensor
+    picks: Tensor
+    elsewhere: Tensor
+
+    def check(self, num_rows: int, num_experts: int) -> None:
+        """Raise TypeError or ValueError for tensors that do not fit so many rows and experts."""
+        types = self.slot_of.dtype, self.picks.dtype, self.elsewhere.dtype
+        if types != (torch.int32, torch.int64, torch.int32):
+            raise TypeError(f"slot_of, picks and elsewhere must be int32, int64 and int32, got {types}")
+        if self.slot_of.shape != (num_experts,) or self.picks.shape != (num_experts,):
+            raise ValueError(f"slot_of and picks must be [{num_experts}]")
+        if len(self.elsewhere) != num_rows or not self.elsewhere.is_contiguous():
+            raise ValueError(f"elsewhere must be contiguous and have {num_rows} rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +50,14 @@ class Chosen:
 
     counts: int64 [E], to which each row adds 1 for each of its experts. slots: int64 [T], the cache's slots of the
     rows: a row without one is padding, which is not counted and has no experts: its ids are -1. ids: int32 [T, K],
-    memory for the ids, or None.
+    memory for the ids, or None. split: where it is given, the router's ids are -1 for experts without a slot as well,
+    which counts leave out.
     """
 
     counts: Tensor
     slots: Tensor
     ids: Tensor | None = None
+    split: SlotSplit | None = None
 
     def check(self, num_rows: int, num_experts: int) -> None:
         """Raise TypeError or ValueError for tensors that do not fit so many rows and experts."""
@@ -40,6 +65,8 @@ class Chosen:
             raise TypeError(f"counts and slots must be int64, got {self.counts.dtype} and {self.slots.dtype}")
         if self.counts.shape != (num_experts,) or self.slots.shape != (num_rows,) or not self.slots.is_contiguous():
             raise ValueError(f"counts must be [{num_experts}] and slots [{num_rows}]")
+        if self.split is not None:
+            self.split.check(num_rows, num_experts)
 
 
 class _Choice(NamedTuple):
@@ -61,6 +88,7 @@ class _Choice(NamedTuple):
     has_bias: bool
     is_renormalized: bool
     is_counted: bool
+    is_split: bool
 
     @classmethod
     def of(cls, spec: RouterSpec, num_experts: int, bias: Tensor | None, chosen: Chosen | None) -> _Choice:
@@ -87,6 +115,7 @@ class _Choice(NamedTuple):
             has_bias=bias is not None,
             is_renormalized=spec.renormalize,
             is_counted=chosen is not None,
+            is_split=chosen is not None and chosen.split is not None,
         )
 
 
@@ -132,8 +161,8 @@ def _scores(x, CHOICE: tl.constexpr):
 
 @jit
 def _choose(
-    logits_ptr, bias_ptr, ids_ptr, weights_ptr, counts_ptr, slots_ptr, logits_row, ids_row, weights_row, scaling, rows,
-    num_rows, CHOICE: tl.constexpr, R: tl.constexpr,
+    logits_ptr, bias_ptr, ids_ptr, weights_ptr, counts_ptr, slots_ptr, slot_of_ptr, picks_ptr, elsewhere_ptr,
+    logits_row, ids_row, weights_row, scaling, rows, num_rows, CHOICE: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Ids and weights of R rows [R], their experts as [groups_p2 groups, size_p2 experts of a group]."""
     groups, members = tl.arange(0, CHOICE.groups_p2)[None, :, None], tl.arange(0, CHOICE.size_p2)[None, None, :]
@@ -174,6 +203,13 @@ def _choose(
     mask = (rows < num_rows)[:, None] & (slots < TOP_K)
     if CHOICE.is_counted:
         is_token = tl.load(slots_ptr + rows, mask=rows < num_rows, other=-1)[:, None] >= 0
+        if CHOICE.is_split:
+            NUM_EXPERTS: tl.constexpr = CHOICE.num_groups * CHOICE.group_size
+            has_slot = tl.load(slot_of_ptr + ids, mask=mask & is_token, other=-1) >= 0
+            tl.atomic_add(picks_ptr + ids, 1, mask=mask & is_token, sem="relaxed")
+            elsewhere = tl.where(is_token & (has_slot == 0), ids, NUM_EXPERTS)
+            tl.store(elsewhere_ptr + (rows * TOP_K)[:, None] + slots, elsewhere, mask=mask)
+            is_token = has_slot
         tl.atomic_add(counts_ptr + ids, 1, mask=mask & is_token, sem="relaxed")
         ids = tl.where(is_token, ids, -1)
     tl.store(ids_ptr + (rows * ids_row)[:, None] + slots, ids.to(ids_ptr.dtype.element_ty), mask=mask)
@@ -181,16 +217,16 @@ def _choose(
 
 
 # Counts of one layer lie behind those of another: where they begin is no reason for another variant.
-@jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["counts_ptr"])
+@jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["counts_ptr", "slot_of_ptr", "picks_ptr"])
 def _router_kernel(
-    logits_ptr, bias_ptr, ids_ptr, weights_ptr, counts_ptr, slots_ptr, logits_row, ids_row, weights_row, scaling,
-    num_rows, CHOICE: tl.constexpr,
+    logits_ptr, bias_ptr, ids_ptr, weights_ptr, counts_ptr, slots_ptr, slot_of_ptr, picks_ptr, elsewhere_ptr,
+    logits_row, ids_row, weights_row, scaling, num_rows, CHOICE: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows,): one row."""
     rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     _choose(
-        logits_ptr, bias_ptr, ids_ptr, weights_ptr, counts_ptr, slots_ptr, logits_row, ids_row, weights_row, scaling,
-        rows, num_rows, CHOICE, 1,
+        logits_ptr, bias_ptr, ids_ptr, weights_ptr, counts_ptr, slots_ptr, slot_of_ptr, picks_ptr, elsewhere_ptr,
+        logits_row, ids_row, weights_row, scaling, rows, num_rows, CHOICE, 1,
     )  # fmt: skip
 
 
@@ -201,12 +237,12 @@ def _row_product(x_ptr, x_row, row, num_rows, columns, w, acc, WIDTH: tl.constex
     return acc + x[None, :] * w
 
 
-@jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["counts_ptr"])
+@jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["counts_ptr", "slot_of_ptr", "picks_ptr"])
 def _product_kernel(
-    x_ptr, w_ptr, logit_bias_ptr, bias_ptr, logits_ptr, ids_ptr, weights_ptr, counts_ptr, slots_ptr, counters, x_row,
-    w_row, logits_row, ids_row, weights_row, scaling, num_rows, NUM_EXPERTS: tl.constexpr, WIDTH: tl.constexpr,
-    BE: tl.constexpr, BK: tl.constexpr, PROGRAMS: tl.constexpr, HAS_LOGIT_BIAS: tl.constexpr, CHOICE: tl.constexpr,
-    R: tl.constexpr,
+    x_ptr, w_ptr, logit_bias_ptr, bias_ptr, logits_ptr, ids_ptr, weights_ptr, counts_ptr, slots_ptr, slot_of_ptr,
+    picks_ptr, elsewhere_ptr, counters, x_row, w_row, logits_row, ids_row, weights_row, scaling, num_rows,
+    NUM_EXPERTS: tl.constexpr, WIDTH: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, PROGRAMS: tl.constexpr,
+    HAS_LOGIT_BIAS: tl.constexpr, CHOICE: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Grid (PROGRAMS, groups of R <= 4 rows): logits of BE experts for R rows; the last program of the rows chooses."""
     experts = tl.program_id(0) * BE + tl.arange(0, BE)
@@ -238,8 +274,8 @@ def _product_kernel(
         tl.store(at + 3 * logits_row, tl.sum(a3, 1) + shift, mask=mask)
     if arrive_last(counters + tl.program_id(1), PROGRAMS):
         _choose(
-            logits_ptr, bias_ptr, ids_ptr, weights_ptr, counts_ptr, slots_ptr, logits_row, ids_row, weights_row,
-            scaling, first + tl.arange(0, R), num_rows, CHOICE, R,
+            logits_ptr, bias_ptr, ids_ptr, weights_ptr, counts_ptr, slots_ptr, slot_of_ptr, picks_ptr, elsewhere_ptr,
+            logits_row, ids_row, weights_row, scaling, first + tl.arange(0, R), num_rows, CHOICE, R,
         )  # fmt: skip
 
 
@@ -257,12 +293,17 @@ def _results(
     return ids, weights
 
 
-def _seen(chosen: Chosen | None, num_rows: int, num_experts: int) -> tuple[Tensor | None, Tensor | None]:
-    """counts and slots, checked."""
+def _seen(chosen: Chosen | None, num_rows: int, num_experts: int) -> tuple[Tensor | None, ...]:
+    """counts and slots, then slot_of, picks and elsewhere, checked."""
     if chosen is None:
-        return None, None
+        return (None,) * 5
     chosen.check(num_rows, num_experts)
-    return chosen.counts, chosen.slots
+    split = chosen.split
+    return (
+        chosen.counts,
+        chosen.slots,
+        *((None,) * 3 if split is None else (split.slot_of, split.picks, split.elsewhere)),
+    )
 
 
 def topk_router(
@@ -284,10 +325,9 @@ def topk_router(
     choice = _Choice.of(spec, num_experts, bias, chosen)
     ids, weights = _results((num_rows, spec.top_k), ids, weights, logits.device, torch.int64)
     if num_rows:
-        counts, slots = _seen(chosen, num_rows, num_experts)
         _router_kernel[(num_rows,)](
-            logits, bias, ids, weights, counts, slots, logits.stride(0), ids.stride(0), weights.stride(0),
-            float(spec.scaling), num_rows, CHOICE=choice, num_warps=1 if num_experts <= 512 else 4,
+            logits, bias, ids, weights, *_seen(chosen, num_rows, num_experts), logits.stride(0), ids.stride(0),
+            weights.stride(0), float(spec.scaling), num_rows, CHOICE=choice, num_warps=1 if num_experts <= 512 else 4,
         )  # fmt: skip
     return ids, weights
 
@@ -328,10 +368,10 @@ def route_rows(
         return logits, ids, weights
     at_once = 1 if num_rows == 1 else 2 if num_rows == 2 else 4
     experts = 1 if num_experts <= 192 else 2
-    counts, slots = _seen(chosen, num_rows, num_experts)
+    seen = _seen(chosen, num_rows, num_experts)
     programs = -(-num_experts // experts)
     _product_kernel[(programs, -(-num_rows // at_once))](
-        x, weight, logit_bias, bias, logits, ids, weights, counts, slots, counters, x.stride(0), weight.stride(0),
+        x, weight, logit_bias, bias, logits, ids, weights, *seen, counters, x.stride(0), weight.stride(0),
         logits.stride(0), ids.stride(0), weights.stride(0), float(spec.scaling), num_rows, NUM_EXPERTS=num_experts,
         WIDTH=width, BE=experts, BK=min(1024, max(16, power_of_two(width))), PROGRAMS=programs,
         HAS_LOGIT_BIAS=logit_bias is not None, CHOICE=choice, R=at_once, num_warps=4,

@@ -165,13 +165,15 @@ class ExpertPath(ABC, Generic[IssuedT]):
         """Take the path's service from the runtime; return whether the path can take any step at all."""
         return True
 
-    def chosen(self, num_rows: int, top_k: int) -> Chosen | None:
-        """Return the memory that a router fills for a step of so many rows; None when the path counts for itself."""
+    def chosen(self, rows: torch.Tensor, top_k: int) -> Chosen | None:
+        """Return the memory that a router fills for a step that the path takes, of rows [T, H]; None when the path
+        counts for itself.
+        """
         return None
 
     @abstractmethod
     def takes(self, step: ExpertStep) -> bool:
-        """Whether the path computes this step. Launches nothing and waits for nothing."""
+        """Whether the path computes this step, by its hidden states alone. Launches nothing and waits for nothing."""
 
     @abstractmethod
     def submit(self, step: ExpertStep) -> IssuedT:

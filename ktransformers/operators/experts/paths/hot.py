@@ -9,6 +9,7 @@ import torch
 from typing_extensions import override
 
 from ktransformers.kernels.transfer.async_cpu_experts import AsyncCpuExperts
+from ktransformers.kernels.triton.experts.router import Chosen
 from ktransformers.operators.base import OperatorRuntime
 from ktransformers.operators.device import to_input, use
 from ktransformers.operators.experts.hot import HotLayer, HotParts
@@ -31,11 +32,14 @@ class HotIssued:
 class HotPath(InOrderPath[HotIssued]):
     """Computes the experts that have a slot on the layer's GPU there, the others on the CPU at the same time, in the
     order of the stream. hot: the layer's slots, where the runtime has a HotLayer; usage: counts what runs in them.
+
+    Where a router on the GPU fills what `chosen` gives it, it has divided its choice already, in its own launch.
     """
 
     NAME: ClassVar[str] = "hot"
     hot: HotLayer | None = None
     usage: ExpertUsage | None = None
+    _elsewhere: torch.Tensor | None = None  # of the step whose router is asked
 
     @override
     def bind(self, runtime: OperatorRuntime) -> bool:
@@ -51,13 +55,29 @@ class HotPath(InOrderPath[HotIssued]):
         return self.hot is not None and super().takes(step)
 
     @override
+    def chosen(self, rows: torch.Tensor, top_k: int) -> Chosen | None:
+        assert self.hot is not None
+        assert self.usage is not None
+        layer, slots = self.layer, self.layer.layer_device.slots_of(len(rows))
+        if slots is None or layer.number < 0 or layer.layout.num_identities:
+            return None
+        memory = self.hot.chosen(layer.number, self.usage, slots, top_k)
+        self._elsewhere = None if memory.split is None else memory.split.elsewhere
+        return memory
+
+    @override
     def submit(self, step: ExpertStep) -> HotIssued:
         assert self.hot is not None
         assert self.usage is not None
         stream, number = self.stream(step.topk_ids.shape[-1])
         rows, device = step.rows(), self.layer.layer_device
         use(device.torch_device)
-        here, there = self.hot.split(step.topk_ids, self.layer.number, self.usage, device.slots_of(len(rows)))
+        elsewhere, self._elsewhere = self._elsewhere, None
+        if step.is_counted:
+            assert elsewhere is not None, "the router filled another's memory"
+            here, there = step.topk_ids, elsewhere
+        else:
+            here, there = self.hot.split(step.topk_ids, self.layer.number, self.usage, device.slots_of(len(rows)))
         stream.submit(number, rows, there, step.topk_weights)
         return HotIssued(stream, self.hot.launch(rows, here, step.topk_weights))
 

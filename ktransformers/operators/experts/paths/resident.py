@@ -43,8 +43,8 @@ class ResidentPath(InlinePath):
         layer.config.expert_stats.watch_gpu(layer.usage_on(layer.device))
 
     @override
-    def chosen(self, num_rows: int, top_k: int) -> Chosen | None:
-        slots = self._slots(num_rows)
+    def chosen(self, rows: torch.Tensor, top_k: int) -> Chosen | None:
+        slots = self._slots(len(rows))
         layer = self.layer
         return None if slots is None else layer.usage_on(layer.device).chosen(layer.number, slots, top_k)
 

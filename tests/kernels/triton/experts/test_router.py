@@ -7,7 +7,8 @@ import torch
 
 from ktransformers.kernels.cpu.router import RouterSpec, Scoring
 from ktransformers.kernels.triton.experts import router
-from ktransformers.kernels.triton.experts.router import MAX_ROUTED_ROWS, Chosen, route_rows, topk_router
+from ktransformers.kernels.triton.experts.hot import split_pairs
+from ktransformers.kernels.triton.experts.router import MAX_ROUTED_ROWS, Chosen, SlotSplit, route_rows, topk_router
 
 SCORES = {Scoring.SOFTMAX: lambda logits: torch.softmax(logits, -1), Scoring.SIGMOID: torch.sigmoid}
 
@@ -167,6 +168,49 @@ def test_choices_are_counted_where_rows_hold_tokens(num_rows, device):
     assert bool((ids.cpu()[slots < 0] == -1).all())
     alone, _ = topk_router((x @ weight.T).to(device), spec)
     assert torch.equal(ids.cpu()[slots >= 0], alone.cpu()[slots >= 0].to(torch.int32))
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 70])
+def test_a_choice_is_divided_by_slots(num_rows, device):
+    """As split_pairs divides what a router has chosen, but that padding is nobody's."""
+    num_experts, spec = SPECS["qwen3"]
+    generator = torch.Generator().manual_seed(2)
+    x, weight = torch.randn(num_rows, 64, generator=generator), torch.randn(num_experts, 64, generator=generator)
+    slots = torch.tensor([-1 if row % 3 == 1 else row for row in range(num_rows)], device=device)
+    slot_of = torch.where(torch.rand(num_experts, generator=generator) < 0.4, 5, -1).to(device, torch.int32)
+    hits, picks = (torch.full((num_experts,), 3, dtype=torch.int64, device=device) for _ in range(2))
+    elsewhere = torch.full((num_rows, spec.top_k), -7, dtype=torch.int32, device=device)
+    chosen = Chosen(hits, slots, None, SlotSplit(slot_of, picks, elsewhere))
+    if num_rows <= MAX_ROUTED_ROWS:
+        counters = torch.zeros(MAX_ROUTED_ROWS, dtype=torch.int32, device=device)
+        _, here, weights = route_rows(x.to(device), weight.to(device), spec, counters, chosen=chosen)
+    else:
+        here, weights = topk_router((x @ weight.T).to(device), spec, chosen=chosen)
+    ids, want_weights = topk_router((x @ weight.T).to(device), spec)
+    want_hits, want_picks = (torch.full_like(hits, 3) for _ in range(2))
+    want = split_pairs(ids, slot_of, Chosen(want_hits, slots), want_picks)
+    is_token = slots >= 0
+    assert torch.equal(here[is_token].int(), want[0][is_token])
+    assert torch.equal(elsewhere[is_token], want[1][is_token])
+    assert bool((here[~is_token] == -1).all())
+    assert bool((elsewhere[~is_token] == num_experts).all())
+    assert torch.equal(hits, want_hits)
+    assert torch.equal(picks, want_picks)
+    assert 3 * num_experts < int(hits.sum()) < int(picks.sum())
+    torch.testing.assert_close(weights, want_weights, rtol=1e-5, atol=1e-6)
+
+
+def test_slots_that_do_not_fit_are_refused(device):
+    logits = torch.zeros(4, 8, device=device)
+    counts, slots = torch.zeros(8, dtype=torch.int64, device=device), torch.zeros(4, dtype=torch.int64, device=device)
+    ids = torch.zeros(4, 2, dtype=torch.int32, device=device)
+    for split, error in (
+        (SlotSplit(counts, counts, ids), TypeError),
+        (SlotSplit(counts[:7].int(), counts, ids), ValueError),
+        (SlotSplit(counts.int(), counts, ids[:3]), ValueError),
+    ):
+        with pytest.raises(error, match=r"slot_of|elsewhere"):
+            topk_router(logits, RouterSpec(2), chosen=Chosen(counts, slots, None, split))
 
 
 def test_what_is_to_be_counted_must_fit(device):
