@@ -54,6 +54,11 @@ class KnownDrafter:
         """Return the chances of the first tokens of `draft`, see Drafter.chances."""
         return self._rates.chances(MAX_MATCH, min(most, len(self._drafts) - self._num_known))
 
+    def later(self, most: int) -> tuple[float, list[float]]:
+        """Return the chances behind the next token, see Drafter.later."""
+        later = self.chances(most + 1)
+        return (later[0], [chance / later[0] for chance in later[1:]]) if later and later[0] > 0.5 else (1.0, [])
+
     def draft(self, most: int) -> list[int]:
         """Return up to `most` tokens, see Drafter.draft."""
         return list(self._drafts[self._num_known : self._num_known + most])

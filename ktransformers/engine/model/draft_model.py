@@ -27,6 +27,7 @@ def draft_config(target: EngineConfig) -> EngineConfig:
         cpu_activations=target.cpu_activations,
         cpu_bf16=target.cpu_bf16,
         use_cuda=False,
+        hot_experts="off",
         trust_remote_code=target.trust_remote_code,
         self_check=target.self_check,
         speculative="off",

@@ -12,7 +12,6 @@ what a model of one layer calls them. Where there are several such layers, the f
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -37,7 +36,6 @@ __all__ = [
     "MtpInput",
     "MtpNames",
     "build_mtp",
-    "mtp_config",
     "renamed_gguf",
     "renamed_tensors",
 ]
@@ -156,27 +154,6 @@ class _Head(Placeholder):
     @override
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return hidden_states
-
-
-def mtp_config(config: PretrainedConfig, *, has_experts: bool) -> PretrainedConfig:
-    """Return the config of a model of one layer, which is as the family's layers for multi-token prediction are: with
-    full attention, unless the config says otherwise."""
-    made: Any = copy.deepcopy(config.get_text_config(decoder=True))
-    own: dict[str, Any] = {name: getattr(made, f"mtp_{name}", None) for name in ("layer_types", "mlp_layer_types")}
-    wanted = {
-        "layer_types": list(own["layer_types"] or ["full_attention"])[:1],
-        "mlp_layer_types": list(own["mlp_layer_types"] or ["sparse" if has_experts else "dense"])[:1],
-        "first_k_dense_replace": 0 if has_experts else 1,
-        "mlp_only_layers": [] if has_experts else [0],
-        "decoder_sparse_step": 1,
-        "num_nextn_predict_layers": 0,
-    }
-    for name, value in wanted.items():
-        if getattr(made, name, None) is not None:
-            setattr(made, name, value)
-    made.num_hidden_layers = 1
-    made.tie_word_embeddings = False  # its head is a placeholder
-    return made
 
 
 def build_mtp(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:

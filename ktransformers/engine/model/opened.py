@@ -17,7 +17,7 @@ from ktransformers.engine.model.card import ModelCard, card_of
 from ktransformers.engine.model.config_checks import check_layers, check_parameters
 from ktransformers.engine.model.draft_model import check_same_tokens, draft_config
 from ktransformers.engine.model.file_layouts import note_layout
-from ktransformers.engine.model.mtp import MtpNames, build_mtp, mtp_config, renamed_gguf, renamed_tensors
+from ktransformers.engine.model.mtp import MtpNames, build_mtp, renamed_gguf, renamed_tensors
 from ktransformers.engine.model.skeleton import build_skeleton, check_kinds, check_model_type, load_hf_config
 from ktransformers.errors import ConfigError, FormatError, UnsupportedError, WeightError, reason_of
 from ktransformers.models.composite import take_text_config, text_config_of
@@ -26,6 +26,7 @@ from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf_config import FACTOR_TENSORS, config_from_gguf
 from ktransformers.models.gguf_sampling import sampling_defaults
 from ktransformers.models.heads import settle_head
+from ktransformers.models.mtp_config import mtp_config
 from ktransformers.operators.partial_sums import PartialSums
 from ktransformers.system.file_kinds import wrong_start
 from ktransformers.tokenizer import Tokenizer, has_tokenizer_files, load_tokenizer, read_chat_template
