@@ -94,6 +94,7 @@ def looked_up(seconds: float, seed: int, monkeypatch: pytest.MonkeyPatch) -> int
     return count
 
 
+@pytest.mark.exhaustive
 def test_where_looking_costs_much_and_gives_little_there_are_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert looked_up(0.0003, 5, monkeypatch) < 1500 / 8
     assert looked_up(0.03, 5, monkeypatch) > 1400
