@@ -22,7 +22,7 @@ from ktransformers.errors import KTransformersError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.scheduler.drafting import planner
 from ktransformers.scheduler.drafting.acceptance import AcceptanceRates
-from ktransformers.scheduler.drafting.prompt_lookup import MAX_MATCH
+from ktransformers.scheduler.drafting.prompt_lookup import MAX_MATCH, behind_next
 
 __all__ = ["KnownAnswers", "KnownDrafter"]
 
@@ -56,8 +56,7 @@ class KnownDrafter:
 
     def later(self, most: int) -> tuple[float, list[float]]:
         """Return the chances behind the next token, see Drafter.later."""
-        later = self.chances(most + 1)
-        return (later[0], [chance / later[0] for chance in later[1:]]) if later and later[0] > 0.5 else (1.0, [])
+        return behind_next(self.chances(most + 1))
 
     def draft(self, most: int) -> list[int]:
         """Return up to `most` tokens, see Drafter.draft."""

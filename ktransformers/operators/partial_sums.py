@@ -11,8 +11,9 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from typing_extensions import override
 
-__all__ = ["PartialSums", "Placeholder", "RankGroup"]
+__all__ = ["PartialSums", "PassThrough", "Placeholder", "RankGroup"]
 
 
 class RankGroup(Protocol):
@@ -33,6 +34,22 @@ class RankGroup(Protocol):
 
 class Placeholder(nn.Module):
     """Placeholder for a module that another process has. No rule is for it; its children are modules like others."""
+
+
+class PassThrough(Placeholder):
+    """In the place of a head, or of a norm before it, which this model leaves to another one: what stands for them
+    gives what it is given.
+
+    weight: some models ask for its type.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.empty(0)
+
+    @override
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from ktransformers.engine.model.skeleton import build_skeleton
 from ktransformers.errors import UnsupportedError
-from ktransformers.operators.partial_sums import Placeholder
+from ktransformers.operators.partial_sums import PassThrough, Placeholder
 from ktransformers.weights.gguf.file import GGUFModel
 from ktransformers.weights.safetensors.file import SafetensorsModel
 
@@ -144,18 +144,6 @@ class MtpInput(Placeholder):
         return torch.randn(1, input_ids.shape[-1], self.weight.shape[-1], generator=torch.Generator().manual_seed(0))
 
 
-class _Head(Placeholder):
-    """The placeholder for the head, which is the target's own: it gives the hidden states that it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.empty(0)
-
-    @override
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return hidden_states
-
-
 def build_mtp(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
     """Build the skeleton of a model of one layer, whose embedding and head are placeholders. Raises
     UnsupportedError."""
@@ -173,7 +161,7 @@ def build_mtp(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedMo
         for name in INPUT_NORMS:
             layer.add_module(name, type(norm)(size, eps=eps))
         layer.add_module(PROJECTION, nn.Linear(2 * size, size, bias=False))
-    base.embed_tokens, model.lm_head = MtpInput(size), _Head()
+    base.embed_tokens, model.lm_head = MtpInput(size), PassThrough()  # the head is the target's own
     return model.eval()
 
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from ktransformers.scheduler.drafting.acceptance import AcceptanceRates
 
-__all__ = ["MAX_CANDIDATES", "MAX_MATCH", "MIN_MATCH", "PACE", "PromptLookup"]
+__all__ = ["MAX_CANDIDATES", "MAX_MATCH", "MIN_MATCH", "PACE", "PromptLookup", "behind_next"]
 
 MIN_MATCH = 2
 """Tokens that have to be the same before what follows them is a draft: those that chains are found by."""
@@ -35,6 +35,14 @@ PACE = 4096
 
 _LIKELY = 0.5
 """The chance of a draft token from which on it is worth waiting to see whether it is right."""
+
+
+def behind_next(chances: Sequence[float]) -> tuple[float, list[float]]:
+    """Return what Drafter.later does, of a drafter that knows what comes next: of its chances, those behind the next
+    token; none where that is hardly the drafted one."""
+    if not chances or chances[0] <= _LIKELY:
+        return 1.0, []
+    return chances[0], [chance / chances[0] for chance in chances[1:]]
 
 
 class PromptLookup:
@@ -93,11 +101,8 @@ class PromptLookup:
         return self._rates.chances(self.match_len, most) if self.match_len else []
 
     def later(self, most: int) -> tuple[float, list[float]]:
-        """Return the chances behind the next token, see Drafter.later: none where that is hardly the drafted one."""
-        later = self.chances(most + 1)
-        if not later or later[0] <= _LIKELY:
-            return 1.0, []
-        return later[0], [chance / later[0] for chance in later[1:]]
+        """Return the chances behind the next token, see Drafter.later."""
+        return behind_next(self.chances(most + 1))
 
     def draft(self, most: int) -> list[int]:
         """Return `most` tokens that may come next, none without a match. Where they reach the sequence's end they begin

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from ktransformers.scheduler.config import SchedulerConfig
-from tests.support.servers.fake_engine import Loop, answer_alone, make_config, make_request
+from tests.support.servers.fake_engine import Loop, answer_alone, make_config, make_request, stir
 
 PATTERN = [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 4]
 
@@ -131,18 +131,7 @@ def test_draft_tokens_change_no_answer(name: str, seed: int) -> None:
     rng, loop, accepted = random.Random(seed), Loop(config), 0
     for i in range(12):
         add(loop, f"r{i}", rng.choice((2, 4, 6, 5)), rng.randrange(1, 30))
-        for _ in range(rng.randrange(12)):
-            if not loop.results or rng.random() < 0.3:
-                loop.schedule()
-            if loop.results:
-                loop.commit()
-            name_of = rng.choice(list(loop.requests))
-            if rng.random() < 0.05:
-                loop.preempt(name_of)
-            elif rng.random() < 0.05 and name_of not in loop.last:
-                loop.suspend(name_of)
-        for other in loop.requests:
-            loop.resume(other)
+        stir(loop, rng)
         if rng.random() < 0.1:
             accepted += loop.engine.num_accepted
             loop.crash()

@@ -23,6 +23,7 @@ from tests.support.servers.fake_engine import (
     make_config,
     make_request,
     next_token,
+    stir,
 )
 
 
@@ -167,18 +168,7 @@ def test_drafts_of_the_engine_change_no_answer(name: str, seed: int) -> None:
     loop.share = 0.7
     for i in range(12):
         loop.add(make_request(f"r{i}", range(8), rng.randrange(1, 30), ignore_eos=rng.random() < 0.5, seed=i))
-        for _ in range(rng.randrange(12)):
-            if not loop.results or rng.random() < 0.3:
-                loop.schedule()
-            if loop.results:
-                loop.commit()
-            name_of = rng.choice(list(loop.requests))
-            if rng.random() < 0.05:
-                loop.preempt(name_of)
-            elif rng.random() < 0.05 and name_of not in loop.last:
-                loop.suspend(name_of)
-        for other in loop.requests:
-            loop.resume(other)
+        stir(loop, rng)
         if rng.random() < 0.1:
             loop.crash()
             loop.watch(loop.engine)

@@ -8,6 +8,7 @@ prefix of the sequence that reads it. A stale page, a wrong share or a recomputa
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -433,3 +434,19 @@ class Loop:
                 assert (answer, last.finish_reason) == (expected, reason)
             else:
                 assert answer == expected[: len(answer)]
+
+
+def stir(loop: Loop, rng: random.Random) -> None:
+    """Run some steps, two in flight at times, while requests are preempted and suspended; resume all of them."""
+    for _ in range(rng.randrange(12)):
+        if not loop.results or rng.random() < 0.3:
+            loop.schedule()
+        if loop.results:
+            loop.commit()
+        name = rng.choice(list(loop.requests))
+        if rng.random() < 0.05:
+            loop.preempt(name)
+        elif rng.random() < 0.05 and name not in loop.last:
+            loop.suspend(name)
+    for other in loop.requests:
+        loop.resume(other)

@@ -26,7 +26,7 @@ from ktransformers.engine.parallel.pipeline.link import Incoming, Outgoing, Stag
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.models.facts import ModelFacts
 from ktransformers.operators.layers.traced import layer_list
-from ktransformers.operators.partial_sums import Placeholder
+from ktransformers.operators.partial_sums import PassThrough
 from ktransformers.weights.cut_source import CutSource
 
 __all__ = ["cut_stage", "joined_layers", "layer_costs", "stage_bounds", "stage_weights"]
@@ -101,22 +101,6 @@ class _StageLayers(nn.ModuleList):
         left = list(self)
         del left[idx]
         self._modules = {str(i): module for i, module in enumerate(left, self.first)}
-
-
-class _AsItIs(Placeholder):
-    """In the place of the head, and of a norm before it: nobody asks this stage for logits. What stands for them shows
-    what its layers give.
-
-    weight: some models ask for its type.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.empty(0)
-
-    @override
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return hidden_states
 
 
 def layer_costs(opened: OpenedModel) -> list[int]:
@@ -241,8 +225,8 @@ def cut_stage(opened: OpenedModel, link: StageLink) -> OpenedModel:
         )
         if norm is None or not hasattr(model, "lm_head") or (streams > 1 and merge is None):
             raise UnsupportedError(f"--pipeline: model type {kind} has no norm and head of the usual names")
-        model.lm_head = _AsItIs()
-        setattr(base, norm, _AsItIs())
+        model.lm_head = PassThrough()
+        setattr(base, norm, PassThrough())
         setattr(base, merge if streams > 1 and merge is not None else norm, Outgoing(link))
     return replace(opened, facts=facts, source=CutSource(opened.source, {}, is_whole=False))
 
