@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ktransformers.models.composite import text_config_of
 
@@ -16,8 +16,10 @@ __all__ = ["mtp_config"]
 def mtp_config(config: PretrainedConfig, *, has_experts: bool) -> PretrainedConfig:
     """Return the config of a model of one layer, which is as the family's layers for multi-token prediction are: with
     full attention, unless the config says otherwise."""
-    made: Any = copy.deepcopy(text_config_of(config))
-    own: dict[str, Any] = {name: getattr(made, f"mtp_{name}", None) for name in ("layer_types", "mlp_layer_types")}
+    made = copy.deepcopy(text_config_of(config))
+    own: dict[str, list[str] | None] = {
+        name: getattr(made, f"mtp_{name}", None) for name in ("layer_types", "mlp_layer_types")
+    }
     wanted = {
         "layer_types": list(own["layer_types"] or ["full_attention"])[:1],
         "mlp_layer_types": list(own["mlp_layer_types"] or ["sparse" if has_experts else "dense"])[:1],
