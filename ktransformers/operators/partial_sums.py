@@ -37,8 +37,7 @@ class Placeholder(nn.Module):
 
 
 class PassThrough(Placeholder):
-    """In the place of a head, or of a norm before it, which this model leaves to another one: what stands for them
-    gives what it is given.
+    """Placeholder for a head, or for a norm before it, which this model leaves to another one: gives what it is given.
 
     weight: some models ask for its type.
     """
