@@ -6,6 +6,7 @@ with its rows, gives a summand (Megatron-LM, arXiv 1909.08053). Knows no way to 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +14,10 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-__all__ = ["PartialSums", "PassThrough", "Placeholder", "RankGroup"]
+__all__ = ["PartialSums", "PassThrough", "Placeholder", "RankGroup", "ShareProduct", "share_nbytes"]
+
+ShareProduct = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""A share of a product: rows [T, K] -> fp32 [T, N], written to the tensor given, if one is and the kernel can."""
 
 
 class RankGroup(Protocol):
@@ -26,9 +30,19 @@ class RankGroup(Protocol):
     def size(self) -> int: ...
 
     def sum(self, share: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `share` over all processes, in place, in the order of the device's work. All call it with
-        the same shape and type, in the same order.
+        """Return the sum of `share`, contiguous, over all processes, in place, in the order of the device's work: the
+        same bits in each. All call it with the same shape and type, in the same order.
         """
+        ...
+
+    def sum_product(self, x: torch.Tensor, width: int, product: ShareProduct) -> torch.Tensor:
+        """Return the sum of product(x) over all processes, for rows x [T, K]: [T, width] of x's type, rounded to it
+        once. All call it as they do `sum`.
+        """
+        ...
+
+    def reserve(self, num_rows: int, width: int) -> None:
+        """Set the most values of a share, those of fp32 [num_rows, width]. Called before `rendezvous`."""
         ...
 
 
@@ -49,6 +63,11 @@ class PassThrough(Placeholder):
     @override
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return hidden_states
+
+
+def share_nbytes(num_rows: int, width: int) -> int:
+    """Return the bytes of a share [num_rows, width], for which each process reserves memory."""
+    return 4 * num_rows * width
 
 
 @dataclass(frozen=True, slots=True)

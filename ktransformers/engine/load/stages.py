@@ -233,6 +233,8 @@ def capture_steps(arranged: ArrangedModel, progress: Progress | None) -> Capture
     part, planned, plan = planned_part.part, planned_part.planned, planned_part.plan
     num_pages = -(-loaded.longest // planned_part.page_size)
     extent = _extent(loaded, planned_part.cache_plan.max_batch_size, num_pages)
+    if loaded.opened.partial_sums is not None:
+        loaded.opened.partial_sums.group.reserve(extent.most_rows, loaded.opened.facts.hidden_size)
     graphs = choose_graphs(part.config, plan, loaded.layout, loaded.flash.values(), part.hardware, extent)
     device = loaded.layout.entry.torch_device
     mixed, is_captured = part.ranks.rendezvous(graphs.sizes, graphs.backend is not None, device)

@@ -33,6 +33,7 @@ from ktransformers.operators.attention.rope import KRotaryEmbedding
 from ktransformers.operators.base import ExpertStats, OperatorConfig
 from ktransformers.operators.device import Device, Devices
 from ktransformers.operators.experts.routed import KTransformersExperts
+from ktransformers.operators.partial_sums import share_nbytes
 from ktransformers.operators.recurrent.base import RecurrentOperator
 from ktransformers.optimize.fill import Filling, experts_for_gpus
 from ktransformers.optimize.hot_slots import HotSlots, plan_hot_slots, whole_layers_beside_slots, with_hot_slots
@@ -240,6 +241,9 @@ class Planner:
                 gpu.name: max(gpu.workspace_nbytes(), step) + materialization.get(gpu.name, 0) + scans.get(gpu.name, 0)
                 for gpu in gpus
             }
+            if opened.partial_sums is not None and opened.partial_sums.group.size > 1:
+                shares = share_nbytes(chunk_size, opened.facts.hidden_size)
+                extra["sums over gpus"] = {gpu.name: shares for gpu in gpus}
             rows = largest_graph(hardware.graph_rows, chunk_size)
             if rows and opened.config.use_cuda_graph is not False:  # memory of their own, which they share
                 extra["cuda graphs"] = {gpu.name: step_nbytes(opened.facts, rows) for gpu in gpus}

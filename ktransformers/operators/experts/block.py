@@ -38,6 +38,11 @@ class Addends:
             return self.routed
         return self.routed + (self.shared if self.score is None else block.weigh(self.shared, self.score))
 
+    def widened(self) -> Addends:
+        """Return the same in fp32, so that a total is not rounded."""
+        shared, score = (None if each is None else each.float() for each in (self.shared, self.score))
+        return Addends(self.routed.float(), shared, score)
+
 
 class KMoEBlock(WrapperOperator):
     """MoE block of the Qwen, DeepSeek, GLM and Mixtral families: fp32 [..., H] in and out.
@@ -79,7 +84,7 @@ class KMoEBlock(WrapperOperator):
         addends = self._addends(rows, token_ids)
         if self._group is None:
             return addends
-        return Addends(self._group.sum(addends.total(self).float().contiguous()).to(rows.dtype))
+        return Addends(self._group.sum(addends.widened().total(self).contiguous()).to(rows.dtype))
 
     def _addends(self, rows: torch.Tensor, token_ids: torch.Tensor | None) -> Addends:
         block: Any = self.inner

@@ -22,7 +22,7 @@ from ktransformers.operators.base import (
     expect_shape,
 )
 from ktransformers.operators.device import to_input
-from ktransformers.operators.linear.matrix import GpuMatrix, gpu_matrix, gpu_nbytes, takes_fp8
+from ktransformers.operators.linear.matrix import GpuMatrix, fp32_product, gpu_matrix, gpu_nbytes, takes_fp8
 from ktransformers.operators.linear.packed import CpuProducts, pack_matrix, resident_nbytes
 from ktransformers.weights.source import TensorInfo, WeightSource
 
@@ -139,12 +139,19 @@ class KTransformersLinear(Operator):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         x = self.device.to_device(hidden_states)
         rows = x.reshape(-1, self.in_features).contiguous()
-        if self._matrix is not None:
+        if self._group is not None:
+            out = self._group.sum_product(rows, self.out_features, self._share)
+        elif self._matrix is not None:
             out = self._matrix(rows, torch.float32 if self.is_head else x.dtype)
         else:
-            assert self._weight is not None, f"{self.key} is not loaded"
-            out = cpu.linear(rows, self._weight, self.config.require_pool(), bias=self._bias)
-        if self._group is not None:
-            out = self._group.sum(out)
+            out = self._cpu_product(rows)
         out = out.view(*hidden_states.shape[:-1], self.out_features)
         return out.to(hidden_states.device) if self.is_head else to_input(out, hidden_states)
+
+    def _cpu_product(self, rows: torch.Tensor) -> torch.Tensor:
+        assert self._weight is not None, f"{self.key} is not loaded"
+        return cpu.linear(rows, self._weight, self.config.require_pool(), bias=self._bias)
+
+    def _share(self, rows: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:
+        """This process's part of a sum, as a ShareProduct: not rounded, for the sum will be."""
+        return self._cpu_product(rows) if self._matrix is None else fp32_product(self._matrix, rows, memory)

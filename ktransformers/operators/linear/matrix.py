@@ -33,6 +33,7 @@ __all__ = [
     "GpuMatrix",
     "QuantizedMatrix",
     "dense_tensor",
+    "fp32_product",
     "gpu_layout",
     "gpu_matrix",
     "gpu_nbytes",
@@ -69,8 +70,8 @@ class QuantizedMatrix:
     layout: GpuLayout
     bias: torch.Tensor | None
 
-    def __call__(self, x: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-        """x [T, K] -> [T, N]."""
+    def __call__(self, x: torch.Tensor, out_dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, K] -> [T, N], written to `out` of `out_dtype` if that is given."""
         return linear(
             x.to(self.device.matmul_dtype),
             self.data,
@@ -78,7 +79,7 @@ class QuantizedMatrix:
             self.rows,
             self.cols,
             self.bias,
-            torch.empty(x.shape[0], self.rows, dtype=out_dtype, device=x.device),
+            torch.empty(x.shape[0], self.rows, dtype=out_dtype, device=x.device) if out is None else out,
             layout=self.layout,
             workspace=self.device.linear_workspace(),
         )
@@ -89,6 +90,18 @@ class GpuMatrix(Protocol):
 
     def __call__(self, x: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
         """x [T, K] -> [T, N]."""
+
+
+def fp32_product(matrix: GpuMatrix, x: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
+    """Multiply x [T, K] without rounding the result: fp32 [T, N]. memory: where it goes if the kernel can write there,
+    fp32 [T, N].
+    """
+    if isinstance(matrix, QuantizedMatrix):
+        return matrix(x, torch.float32, memory)
+    if not isinstance(matrix, DenseMatrix) or not x.is_cuda or x.dtype is torch.float32:
+        return matrix(x, torch.float32)  # in the interpreter of tests torch has no product of bf16 in fp32
+    product = torch.mm(x, matrix.weight.t(), out_dtype=torch.float32)
+    return product if matrix.bias is None else product.add_(matrix.bias)
 
 
 def stays_quantized(qtype: WeightType, is_dense_wanted: bool) -> bool:

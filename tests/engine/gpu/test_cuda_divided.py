@@ -18,7 +18,7 @@ from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.parallel.ranks.driver import Driver
-from ktransformers.engine.parallel.tensor_parallel.group import TensorGroup
+from ktransformers.engine.parallel.tensor_parallel.sums import CollectiveSums
 from ktransformers.errors import StageLostError
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.device import cuda_memory
@@ -135,13 +135,13 @@ def test_sums_by_nccl_change_nothing_where_one_process_has_all(
 ) -> None:
     """NCCL's kernels in captured steps, beside its own threads: nothing of them keeps a graph from being captured.
 
-    What is summed is rounded before (a shared expert's part, for one), so the oracle is the same division of the model
-    whose sums are left out: of one process's part they are that part.
+    What is summed is rounded elsewhere (a shared expert's part, for one), so the oracle is the same division of the
+    model whose sums are left out: of one process's part they are that part.
     """
     write_safetensors(tiny_model(model_type, seed=1), tmp_path)
     config = EngineConfig(model_path=tmp_path, use_cuda_graph=graphs)
     with monkeypatch.context() as patch:
-        patch.setattr(TensorGroup, "sum", lambda group, share: share)
+        patch.setattr(CollectiveSums, "add", lambda sums, share, out: out is share or out.copy_(share))
         with closing(cuda_engine(config, Driver(config))) as engine:
             want = logits_in_steps(engine)
     with closing(cuda_engine(config, Driver(config))) as engine:

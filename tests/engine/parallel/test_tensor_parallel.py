@@ -91,6 +91,8 @@ def test_sequences_share_steps(tmp_path: Path) -> None:
     prompts = [IDS[:length] for length in (5, 9, 3)]
     tables = [list(range(4 * i, 4 * i + 4)) for i in range(3)]
     with closing(cut_engine(tmp_path)) as engine:
+        shares = 4 * engine.config.chunk_size * model.config.hidden_size
+        assert engine.plan.extra_bytes["sums over gpus"] == {"cuda:0": shares}
         starts = [sequence_start(i, ids) for i, ids in enumerate(prompts)]
         rows = [step_row(i, ids, 0, tables[i]) for i, ids in enumerate(prompts)]
         answers: list[list[int]] = [[] for _ in prompts]

@@ -1,4 +1,4 @@
-"""Adds tensors up over the processes of a model: torch.distributed, NCCL where they are on GPUs, else gloo.
+"""The processes that a model is cut over, as operators see them: results are added up by one of the ways of sums.py.
 
 All are processes of one machine, started by the driver: they find each other by a file in a private folder, and speak
 over the loopback interface.
@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import distributed
 
+from ktransformers.engine.parallel.tensor_parallel.sums import Sums, open_sums
 from ktransformers.kernels.triton.common.compiling import is_warmup
-from ktransformers.operators.partial_sums import RankGroup
+from ktransformers.operators.partial_sums import RankGroup, ShareProduct
 
 __all__ = ["TensorGroup"]
 
@@ -29,7 +30,8 @@ class TensorGroup(RankGroup):
 
     def __init__(self, rank: int, size: int):
         self._rank, self._size = rank, size
-        self._is_met = False
+        self._num_values = 0
+        self._sums: Sums | None = None  # until all have met
 
     @property
     def rank(self) -> int:
@@ -38,6 +40,10 @@ class TensorGroup(RankGroup):
     @property
     def size(self) -> int:
         return self._size
+
+    def reserve(self, num_rows: int, width: int) -> None:
+        """Make room for shares of up to [num_rows, width], see RankGroup."""
+        self._num_values = num_rows * width
 
     def rendezvous(self, file: Path, device: torch.device) -> None:
         """Wait for all other processes, which give the same file, that nobody else may have. Raises RuntimeError."""
@@ -53,18 +59,33 @@ class TensorGroup(RankGroup):
             timeout=datetime.timedelta(seconds=_MEETING_SECONDS),
         )
         distributed.all_reduce(torch.zeros(1, device=device))  # connects, which no graph can while it is captured
-        self._is_met = True
+        self._sums = open_sums(self._num_values, device, self._rank, self._size)
 
     def sum(self, share: torch.Tensor) -> torch.Tensor:
-        """Add `share` up over all processes, in place, see RankGroup."""
-        if self._is_met and not is_warmup():
-            distributed.all_reduce(share)
+        """Add `share` up over all processes, see RankGroup."""
+        sums = self._current
+        if sums is not None:
+            sums.add(share, share)
         return share
+
+    def sum_product(self, x: torch.Tensor, width: int, product: ShareProduct) -> torch.Tensor:
+        """Add the product with `x` up over all processes, see RankGroup."""
+        sums = self._current
+        if sums is None:
+            return product(x, None).to(x.dtype)
+        out = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
+        sums.add(product(x, sums.memory(len(x), width)), out)
+        return out
+
+    @property
+    def _current(self) -> Sums | None:
+        """The way to add up; None before all have met, and in a warm-up, which launches nothing."""
+        return None if is_warmup() else self._sums
 
     def leave(self) -> None:
         """Leave the group of processes."""
-        if self._is_met:
-            self._is_met = False
+        if self._sums is not None:
+            self._sums = None
             distributed.destroy_process_group()
 
 

@@ -1,0 +1,280 @@
+"""Ways to add a tensor up over the processes of a model: by torch.distributed, or by reading other GPUs' memory.
+
+NCCL takes longer for a decode step's few rows than it takes to read them. With symmetric memory each process writes its
+share where all others can read it, and one kernel adds up: ours (kernels/triton/common/peer_sums.py), which rounds to
+the type that is wanted, or torch's (torch.ops.symm_mem):
+
+    one-shot    each GPU reads all shares of all values: one pass, for few values
+    two-shot    each GPU adds up its part of the values and writes it to all: for many values
+
+All begin and end with a barrier of the GPUs, so that a share is there before it is read, and everything has been read
+once the kernel is over: one buffer serves all sums of a stream, captured or not. Shares are added in the order of the
+ranks, or by one rank for all: every process gets the same bits.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import distributed
+from typing_extensions import override
+
+from ktransformers.kernels.triton.common.peer_sums import num_signals, peer_sum
+
+__all__ = [
+    "CollectiveSums",
+    "PeerKernel",
+    "SumKernel",
+    "Sums",
+    "SymmetricSums",
+    "SymmetricWay",
+    "TorchKernels",
+    "open_sums",
+    "symmetric_way",
+]
+
+logger = logging.getLogger(__name__)
+
+_USES_PEER_KERNEL = True
+"""Whether our kernel is tried before torch's."""
+
+_MOST_PEERS = 4
+"""Processes up to which our kernel adds up: each reads all shares, which are more than two passes of torch's read."""
+
+_ONE_SHOT_BYTES = 1 << 20
+"""Of a share that is added up in one pass: in two it is read less often, which counts from here on."""
+
+_ORDERED_SIZES = (2, 4, 8)
+"""Numbers of processes for which every release of torch adds in the order of ranks in one pass."""
+
+
+class SymmetricWay(Enum):
+    """A kernel of torch.ops.symm_mem that adds up."""
+
+    ONE_SHOT = "one-shot"
+    TWO_SHOT = "two-shot"
+
+
+def symmetric_way(nbytes: int, size: int) -> SymmetricWay:
+    """Return how a share of so many bytes is added up over `size` processes."""
+    is_small = nbytes <= _ONE_SHOT_BYTES and size in _ORDERED_SIZES
+    return SymmetricWay.ONE_SHOT if is_small else SymmetricWay.TWO_SHOT
+
+
+class Sums(Protocol):
+    """Adds tensors up over all processes, which call it with the same shapes in the same order."""
+
+    def memory(self, num_rows: int, width: int) -> torch.Tensor | None:
+        """Return where a share is best written, fp32 [num_rows, width]; None for anywhere. It holds the share until the
+        next one is written there.
+        """
+        ...
+
+    def add(self, share: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the sum of `share` over all processes to `out`, contiguous, of its shape and any float type: the share
+        itself, or other memory than `memory` gives. The share's values may be overwritten.
+        """
+        ...
+
+
+class CollectiveSums(Sums):
+    """Sums of the process group's own backend: NCCL, or gloo on the CPU."""
+
+    @override
+    def memory(self, num_rows: int, width: int) -> torch.Tensor | None:
+        return None
+
+    @override
+    def add(self, share: torch.Tensor, out: torch.Tensor) -> None:
+        distributed.all_reduce(share)
+        if out is not share:
+            out.copy_(share)
+
+
+class SumKernel(Protocol):
+    """Adds up what all processes have in their symmetric memory."""
+
+    def add(self, memory: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the sum of `memory`, fp32 and the first values of symmetric memory, over all processes to `out`, other
+        memory of any float type."""
+        ...
+
+
+class TorchKernels(SumKernel):
+    """The kernels of torch. kernels: torch.ops.symm_mem. size: number of processes."""
+
+    def __init__(self, kernels: Any, group_name: str, size: int):
+        self._kernels, self._group_name, self._size = kernels, group_name, size
+
+    @override
+    def add(self, memory: torch.Tensor, out: torch.Tensor) -> None:
+        if symmetric_way(4 * memory.numel(), self._size) is SymmetricWay.TWO_SHOT:
+            self._kernels.two_shot_all_reduce_(memory, "sum", self._group_name)
+            out.copy_(memory)
+        elif out.dtype is torch.float32:
+            self._kernels.one_shot_all_reduce_out(memory, "sum", self._group_name, out)
+        else:
+            out.copy_(self._kernels.one_shot_all_reduce(memory, "sum", self._group_name))
+
+
+class PeerKernel(SumKernel):
+    """Our kernel, see `peer_sum`. signals: symmetric memory that lives as long as this."""
+
+    def __init__(self, shares: torch.Tensor, signals: torch.Tensor, rank: int, kept: object):
+        """shares, signals: addresses on each GPU. kept: what holds that memory."""
+        self._shares, self._signals, self._rank, self._kept = shares, signals, rank, kept
+
+    @override
+    def add(self, memory: torch.Tensor, out: torch.Tensor) -> None:
+        peer_sum(self._shares, self._signals, self._rank, out)
+
+
+class SymmetricSums(Sums):
+    """Sums of fp32 through symmetric memory; what it is too small for, and other types, go the way of `otherwise`.
+
+    buffer: fp32, flat, which all processes read.
+    """
+
+    def __init__(self, buffer: torch.Tensor, kernel: SumKernel, otherwise: Sums):
+        self._buffer, self._kernel, self._otherwise = buffer, kernel, otherwise
+
+    @property
+    def capacity(self) -> int:
+        """Most values of a share."""
+        return self._buffer.numel()
+
+    @override
+    def memory(self, num_rows: int, width: int) -> torch.Tensor | None:
+        numel = num_rows * width
+        return self._buffer[:numel].view(num_rows, width) if numel <= self.capacity else None
+
+    @override
+    def add(self, share: torch.Tensor, out: torch.Tensor) -> None:
+        if share.dtype is not torch.float32 or not 0 < share.numel() <= self.capacity:
+            self._otherwise.add(share, out)
+            return
+        is_here = share.untyped_storage().data_ptr() == self._buffer.untyped_storage().data_ptr()
+        memory = share if is_here else self._buffer[: share.numel()].view(share.shape).copy_(share)
+        self._kernel.add(memory, out)
+
+
+def open_sums(num_values: int, device: torch.device, rank: int, size: int) -> Sums:
+    """Return the fastest way to add up to `num_values` values that all processes have: they all call it, once they have
+    met. One line in the driver's log where GPUs have to use NCCL.
+    """
+    otherwise = CollectiveSums()
+    if device.type != "cuda":
+        return otherwise
+    reason = _why_not_symmetric(num_values, rank, size)
+    if not _agree(reason is None, device):
+        return _fall_back(otherwise, rank, reason)
+    try:
+        buffer, kernels = _open_symmetric(num_values, device, rank, size)
+    except RuntimeError as error:
+        buffer, kernels, reason = torch.empty(0), {}, _first_line(error)
+    if not _agree(bool(kernels), device):
+        return _fall_back(otherwise, rank, reason)
+    for name, make in kernels.items():
+        try:
+            made = SymmetricSums(buffer, make(), otherwise)
+            reason = None if _is_right(made, device, rank, size) else f"a first sum by {name} was wrong"
+        except RuntimeError as error:
+            reason = _first_line(error)
+        if _agree(reason is None, device):
+            if not rank:
+                logger.debug("sums over GPUs are made in their memory, by %s", name)
+            return made
+        if not rank:
+            logger.warning("sums over GPUs are not made by %s: %s", name, reason or "another process cannot")
+    return _fall_back(otherwise, rank, reason)
+
+
+def _fall_back(otherwise: Sums, rank: int, reason: str | None) -> Sums:
+    if not rank:
+        logger.info("sums over GPUs are NCCL's: %s", reason or "another process has no symmetric memory")
+    return otherwise
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _agree(is_possible: bool, device: torch.device) -> bool:
+    """Return whether it is possible in all processes."""
+    flag = torch.tensor([int(is_possible)], dtype=torch.int32, device=device)
+    distributed.all_reduce(flag, distributed.ReduceOp.MIN)
+    return bool(flag.item())
+
+
+def _why_not_symmetric(num_values: int, rank: int, size: int) -> str | None:
+    """Return why GPUs cannot read each other's memory; None where no reason is known."""
+    if size == 1:
+        return "there is one process"
+    if not num_values:
+        return "no memory was reserved for them"
+    if not hasattr(torch.ops.symm_mem, "one_shot_all_reduce_out"):
+        return f"torch {torch.__version__} has no sums in symmetric memory"
+    if rank:
+        return None  # it sees its own GPU only; the driver, of the first one, sees all
+    pairs = [(one, other) for one in range(size) for other in range(size) if one != other]
+    apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
+    return f"GPU {apart[0][0]} has no access to the memory of GPU {apart[0][1]}" if apart else None
+
+
+def _open_symmetric(
+    num_values: int, device: torch.device, rank: int, size: int
+) -> tuple[torch.Tensor, dict[str, Callable[[], SumKernel]]]:
+    """Return the buffer of shares, and a function for each kernel, by name, that makes it. Raises RuntimeError."""
+    # Imported where it is needed: it reads a good part of torch.
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    # Processes that see one GPU each all call it the first. No sum needs NVLink's multicast.
+    for name in ("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "TORCH_SYMM_MEM_DISABLE_MULTICAST"):
+        os.environ.setdefault(name, "1")
+    group: Any = distributed.group.WORLD
+    buffer: torch.Tensor = symmetric_memory.empty(num_values, dtype=torch.float32, device=device)
+    shares: Any = symmetric_memory.rendezvous(buffer, group)
+    signals: torch.Tensor = symmetric_memory.empty(num_signals(size), dtype=torch.int32, device=device)
+    signals.zero_()
+    torch.cuda.synchronize(device)  # before another GPU may signal
+    slots: Any = symmetric_memory.rendezvous(signals, group)
+
+    def of_peers() -> SumKernel:
+        where, slots_at = (
+            torch.tensor(list(each.buffer_ptrs), dtype=torch.int64).to(device) for each in (shares, slots)
+        )
+        return PeerKernel(where, slots_at, rank, (shares, slots, signals))
+
+    kernels: dict[str, Callable[[], SumKernel]] = {}
+    if _USES_PEER_KERNEL and size <= _MOST_PEERS:
+        kernels["our kernel"] = of_peers
+    kernels["torch's kernels"] = lambda: TorchKernels(torch.ops.symm_mem, group.group_name, size)
+    return buffer, kernels
+
+
+def _is_right(sums: SymmetricSums, device: torch.device, rank: int, size: int) -> bool:
+    """Check sums of small whole numbers, which are exact. Launches, and so compiles, each variant of
+    a kernel that steps use: for few values and for all, in both types.
+    """
+    is_right = True
+    for got, want in _first_sums(sums, device, rank, size):  # all of them: the other processes wait in each
+        is_right &= torch.equal(got, want)
+    return is_right
+
+
+def _first_sums(
+    sums: SymmetricSums, device: torch.device, rank: int, size: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield sums, and their right values."""
+    for num_values in (min(64, sums.capacity), sums.capacity):
+        numbers = torch.arange(num_values, device=device)[None] % 8
+        for dtype in (torch.float32, torch.bfloat16):
+            share, out = (numbers + rank + 1).float(), torch.zeros(1, num_values, dtype=dtype, device=device)
+            memory = sums.memory(1, num_values)
+            sums.add(share if memory is None else memory.copy_(share), out)
+            yield out, (numbers * size + size * (size + 1) // 2).to(dtype)
