@@ -1,7 +1,8 @@
 """Modules whose results are shares: parts of a sum over the processes of a model that is cut over several GPUs.
 
 Each process has some heads and some columns of every cut matrix, so that what follows them in the layer, the product
-with its rows, gives a summand (Megatron-LM, arXiv 1909.08053). Knows no way to add; who makes operators brings one.
+with its rows, gives a summand (Megatron-LM, arXiv 1909.08053). The LM head's share is logits of some tokens, which are
+gathered. Knows no way to add or to gather; who makes operators brings one.
 """
 
 from __future__ import annotations
@@ -41,6 +42,12 @@ class RankGroup(Protocol):
         """
         ...
 
+    def gather_product(self, x: torch.Tensor, width: int, product: ShareProduct) -> torch.Tensor:
+        """Return the columns product(x), fp32 [T, width] for rows x [T, K], of all processes side by side in the order
+        of ranks: fp32 [T, size * width]. All call it as they do `sum`.
+        """
+        ...
+
     def reserve(self, num_rows: int, width: int) -> None:
         """Set the most values of a share, those of fp32 [num_rows, width]. Called before `rendezvous`."""
         ...
@@ -72,19 +79,25 @@ def share_nbytes(num_rows: int, width: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PartialSums:
-    """The modules of a sharded model whose results are partial sums, to be added over the group.
+    """The modules of a sharded model whose results are parts of others, to be put together over the group.
 
     linears, blocks: keys of projections back to hidden states, and of blocks of experts, in which the driver has all
-    routed experts.
+    routed experts: their results are added up. heads: keys of projections of which each process has as many rows, and
+    whose results are gathered.
     """
 
     group: RankGroup
     linears: frozenset[str]
     blocks: frozenset[str]
+    heads: frozenset[str] = frozenset()
 
     def of_linear(self, key: str) -> RankGroup | None:
         """Return the group that sums the results of this linear module; None for whole results."""
         return self.group if key in self.linears else None
+
+    def of_head(self, key: str) -> RankGroup | None:
+        """Return the group that gathers the results of this linear module; None for whole results."""
+        return self.group if key in self.heads else None
 
     def of_block(self, key: str) -> RankGroup | None:
         """Return the group that sums the results of this block of experts; None for whole results."""

@@ -76,6 +76,7 @@ class KTransformersLinear(Operator):
         self.is_dense_wanted = self.placement.generate_op == "KLinearTorch"
         self.is_head = key.rpartition(".")[2] == "lm_head"
         self._group = None if config.partial_sums is None else config.partial_sums.of_linear(key)
+        self._head_group = None if config.partial_sums is None else config.partial_sums.of_head(key)
         self._weight: RawTensor | PackedTensor | None = None
         self._matrix: GpuMatrix | None = None  # the weight on a GPU; may be a share of a larger one
         self._bias: torch.Tensor | None = None
@@ -141,16 +142,23 @@ class KTransformersLinear(Operator):
         rows = x.reshape(-1, self.in_features).contiguous()
         if self._group is not None:
             out = self._group.sum_product(rows, self.out_features, self._share)
+        elif self._head_group is not None:
+            given = hidden_states.reshape(-1, self.in_features)  # processes meet where these are, wherever the head is
+            out = self._head_group.gather_product(given, self.out_features, self._logits)
         elif self._matrix is not None:
             out = self._matrix(rows, torch.float32 if self.is_head else x.dtype)
         else:
             out = self._cpu_product(rows)
-        out = out.view(*hidden_states.shape[:-1], self.out_features)
+        out = out.view(*hidden_states.shape[:-1], out.shape[-1])
         return out.to(hidden_states.device) if self.is_head else to_input(out, hidden_states)
 
     def _cpu_product(self, rows: torch.Tensor) -> torch.Tensor:
         assert self._weight is not None, f"{self.key} is not loaded"
         return cpu.linear(rows, self._weight, self.config.require_pool(), bias=self._bias)
+
+    def _logits(self, given: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:
+        """This process's part of logits, as a ShareProduct."""
+        return self._share(self.device.to_device(given).contiguous(), memory).to(given.device)
 
     def _share(self, rows: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:
         """This process's part of a sum, as a ShareProduct: not rounded, for the sum will be."""

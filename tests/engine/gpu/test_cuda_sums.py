@@ -21,7 +21,9 @@ def reach_each_other() -> bool:
     "work",
     [
         sum_ranks.check_sums,
+        sum_ranks.check_gathers,
         sum_ranks.check_captured,
+        sum_ranks.check_captured_gathers,
         sum_ranks.check_products,
         sum_ranks.check_torch_kernels,
         sum_ranks.check_nccl,

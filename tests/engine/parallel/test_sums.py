@@ -30,6 +30,16 @@ CAPACITY = 1 << 20
 ONE_SHOT, TWO_SHOT = SymmetricWay.ONE_SHOT, SymmetricWay.TWO_SHOT
 
 
+class Gathering(TorchKernels):
+    """A stand-in that gathers, too, as ours does."""
+
+    can_gather = True
+
+    @override
+    def gather(self, memory: torch.Tensor, out: torch.Tensor) -> None:
+        self._kernels.gather(memory, out)
+
+
 class StandIn:
     """The kernels of one rank. buffers: of all ranks. calls: names of what was called."""
 
@@ -49,6 +59,12 @@ class StandIn:
             total += share
         self._barrier.wait(60)
         return total
+
+    def gather(self, memory: torch.Tensor, out: torch.Tensor) -> None:
+        self.calls.append("gather")
+        self._barrier.wait(60)
+        out.copy_(torch.cat(self._shares(memory), dim=1))
+        self._barrier.wait(60)
 
     def one_shot_all_reduce(self, memory: torch.Tensor, op: str, name: str) -> torch.Tensor:
         self.calls.append("one_shot")
@@ -77,6 +93,10 @@ class Refusing(Sums):
     def add(self, share: torch.Tensor, out: torch.Tensor) -> None:
         self.shares.append(share)
 
+    @override
+    def gather(self, share: torch.Tensor, out: torch.Tensor) -> None:
+        self.shares.append(share)
+
 
 class World:
     """SymmetricSums of some ranks, each on a thread of its own."""
@@ -87,7 +107,7 @@ class World:
         self.kernels = [StandIn(rank, buffers, barrier) for rank in range(size)]
         self.otherwise = [Refusing() for _ in range(size)]
         self.sums = [
-            SymmetricSums(buffers[rank], TorchKernels(self.kernels[rank], "world", size), self.otherwise[rank])
+            SymmetricSums(buffers[rank], Gathering(self.kernels[rank], "world", size), self.otherwise[rank])
             for rank in range(size)
         ]
 
@@ -198,10 +218,38 @@ def test_a_sum_of_products_is_rounded_once(rows: int, in_memory: bool) -> None:
     assert all(torch.equal(one, want) for one in got)
 
 
+@pytest.mark.parametrize(("rows", "capacity", "calls"), [(3, 3000, 1), (3, 2000, 2), (5, 1000, 5), (0, 1000, 0)])
+def test_shares_side_by_side(rows: int, capacity: int, calls: int) -> None:
+    """In as many launches as the buffer needs; a product writes there itself where all of it fits."""
+    world, shares = World(2, capacity), shares_of(2, rows, 1000)
+    groups = [TensorGroup(rank, 2) for rank in range(2)]
+    for group, sums in zip(groups, world.sums, strict=True):
+        group._sums = sums
+    where: list[bool] = []
+
+    def work(rank: int) -> torch.Tensor:
+        def product(part: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:
+            where.append(memory is not None)
+            return shares[rank].clone() if memory is None else memory.copy_(shares[rank])
+
+        return groups[rank].gather_product(torch.zeros(rows, 4), 1000, product)
+
+    assert all(torch.equal(one, torch.cat(shares, dim=1)) for one in world.run(work))
+    assert [kernels.calls.count("gather") for kernels in world.kernels] == [calls, calls]
+    assert where == [rows * 1000 <= capacity] * 2
+
+
+def test_a_row_that_memory_is_too_small_for_is_gathered_the_other_way() -> None:
+    world = World(1, capacity=10)
+    world.sums[0].gather(torch.zeros(1, 11), torch.zeros(1, 11))
+    assert len(world.otherwise[0].shares) == 1
+
+
 def test_nothing_is_added_before_processes_have_met() -> None:
     group, x = TensorGroup(0, 2), torch.ones(3, 4)
     assert torch.equal(group.sum(x), torch.ones(3, 4))
     assert torch.equal(group.sum_product(x, 4, lambda part, memory: part * 2), torch.full((3, 4), 2.0))
+    assert torch.equal(group.gather_product(x, 4, lambda part, memory: part * 2), torch.full((3, 8), 2.0))
 
 
 @pytest.mark.parametrize(
@@ -228,6 +276,8 @@ def test_a_first_sum_that_is_wrong_is_the_last(
 ) -> None:
     """As of GPUs whose barrier works and whose memory is another one's."""
     world = World(1)  # of a rank whose sums are of one share, where there are to be two
+    world.sums[0]._kernel = TorchKernels(world.kernels[0], "world", 1)
+    monkeypatch.setattr(CollectiveSums, "gather", lambda sums, share, out: None)
     monkeypatch.setattr(sums_module, "_agree", lambda is_possible, device: is_possible)
     monkeypatch.setattr(sums_module, "_why_not_symmetric", lambda num_values, rank, size: None)
     kernels = {"these": lambda: world.sums[0]._kernel}

@@ -84,6 +84,22 @@ def test_logits_are_those_of_transformers(model_type: str, size: int, tmp_path: 
         assert (torch.cat(got) - want).abs().max() <= TOLERANCE * want.abs().max()
 
 
+def test_each_process_computes_logits_of_its_tokens(tmp_path: Path) -> None:
+    """A head of 256 tokens, cut into halves; one that is the embedding's table, or is of an odd number, stays whole."""
+    for name, vocab, tied, rows in (("own", 256, False, 128), ("tied", 256, True, 256), ("odd", 100, False, 100)):
+        model = tiny_model("llama", seed=1, vocab_size=vocab, tie_word_embeddings=tied)
+        (tmp_path / name).mkdir()
+        write_safetensors(model, tmp_path / name)
+        for rank in range(2):
+            cut = cut_model(open_model(EngineConfig(model_path=tmp_path / name)), TensorGroup(rank, 2))
+            assert cut.partial_sums is not None
+            assert (cut.partial_sums.of_head("lm_head") is not None) == (rows < vocab)
+            assert tuple(cut.model.lm_head.weight.shape) == (rows, model.config.hidden_size)
+            want = model.lm_head.weight.data[rank * rows % vocab :][:rows]
+            if not tied:
+                assert torch.equal(cut.source.dense("lm_head.weight"), want)
+
+
 def test_sequences_share_steps(tmp_path: Path) -> None:
     """Three of them in a prefill step and in decode steps: greedy tokens are those of transformers."""
     model = tiny_model("qwen3_moe", seed=1)

@@ -83,6 +83,46 @@ def check_sums(group: TensorGroup, folder: Path) -> None:
                 assert torch.equal(out.cpu(), in_order(shares).to(dtype)), (shape, dtype)
 
 
+def check_gathers(group: TensorGroup, folder: Path) -> None:
+    """Shares side by side, of a few rows of logits and of more than the memory of sums holds."""
+    sums = group._sums
+    assert sums is not None
+    for seed, shape in enumerate([(1, 75968), (8, 75968), (3, 33), (150, 75968), (1, 5120)]):
+        shares = shares_of(group.size, shape, seed)
+        mine, memory = shares[group.rank].cuda(), sums.memory(*shape)
+        out = torch.empty(shape[0], group.size * shape[1], device="cuda")
+        sums.gather(mine if memory is None else memory.copy_(mine), out)
+        assert torch.equal(out.cpu(), torch.cat(shares, dim=1)), shape
+
+
+def check_captured_gathers(group: TensorGroup, folder: Path) -> None:
+    """A graph of sums with a gather behind them, as a decode step is, replayed with new numbers."""
+    sums = group._sums
+    assert sums is not None
+    shapes = [(1, 5120), (1, 5120), (1, 75968)]
+    inputs = [torch.zeros(shape, device="cuda") for shape in shapes]
+    out = torch.empty(1, group.size * shapes[-1][1], device="cuda")
+
+    def work() -> list[torch.Tensor]:
+        added = [group.sum(each.clone()) for each in inputs[:-1]]
+        sums.gather(inputs[-1], out)
+        return added
+
+    work()
+    torch.cuda.synchronize()
+    graph: Any = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = work()
+    for seed in range(5):
+        shares = [shares_of(group.size, shape, 10 * seed + i) for i, shape in enumerate(shapes)]
+        for each, mine in zip(inputs, shares, strict=True):
+            each.copy_(mine[group.rank])
+        graph.replay()
+        for got, mine in zip(outputs, shares, strict=False):
+            expect(got, mine)
+        assert torch.equal(out.cpu(), torch.cat(shares[-1], dim=1))
+
+
 def check_captured(group: TensorGroup, folder: Path) -> None:
     """Graphs of several sums of one size and of all, replayed with new numbers, eager sums between them."""
     for shapes in ([(1, 5120)] * 20, [(64, 5120), (3, 2880), (128, 5120)]):
@@ -132,6 +172,7 @@ def check_torch_kernels(group: TensorGroup, folder: Path) -> None:
         name = str(torch.distributed.group.WORLD.group_name)  # type: ignore[union-attr]
         sums._kernel = TorchKernels(torch.ops.symm_mem, name, group.size)
         check_sums(group, folder)
+        check_gathers(group, folder)
         check_captured(group, folder)
         check_products(group, folder)
 
@@ -140,5 +181,6 @@ def check_nccl(group: TensorGroup, folder: Path) -> None:
     """The same checks where GPUs have to use NCCL. Of two processes the order of a sum makes no difference."""
     group._sums = CollectiveSums()
     check_sums(group, folder)
+    check_gathers(group, folder)
     check_captured(group, folder)
     check_products(group, folder)

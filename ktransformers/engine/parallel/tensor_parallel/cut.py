@@ -3,6 +3,7 @@
     q, k, v, gate, up    rows of the weight: each process computes its own heads and columns of them
     o, down              columns of the weight: each process's result is a summand
     routed experts       the driver has them all; what the others give for them is 0
+    LM head              rows of the weight: logits of some tokens, which all processes gather
     all else             every process has it whole: norms, routers' rows, the embedding, layers that are not cut
 
 A layer that cannot be cut evenly, or is of another make, is computed whole by each process, which is as right and takes
@@ -24,6 +25,7 @@ from typing_extensions import override
 
 from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.errors import UnsupportedError
+from ktransformers.kernels.triton.quant.repack import ROW_MULTIPLE
 from ktransformers.models.facts import ModelFacts
 from ktransformers.operators.attention.latent_spec import Gate, LatentSpec
 from ktransformers.operators.experts.block import KMoEBlock
@@ -31,6 +33,7 @@ from ktransformers.operators.layers.traced import layer_list
 from ktransformers.operators.partial_sums import PartialSums, Placeholder, RankGroup
 from ktransformers.operators.recognize.activation import recognize_gated_mlp
 from ktransformers.operators.recognize.attention import NormPlace, recognize_attention
+from ktransformers.optimize.tied import tied_names
 from ktransformers.weights.cut_source import CutSource, TensorSlice, column_unit
 from ktransformers.weights.source import WeightSource
 
@@ -44,6 +47,7 @@ _LEAST_COLUMNS = 32
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _SHARED = ("shared_experts", "shared_mlp", "shared_expert")
 _SCORE = "shared_expert_gate"
+_HEAD = "lm_head"
 
 
 @dataclass(slots=True)
@@ -56,6 +60,7 @@ class _Cut:
     parts: dict[str, TensorSlice] = field(default_factory=dict)
     zeros: set[str] = field(default_factory=set)
     linears: set[str] = field(default_factory=set)
+    gathered: set[str] = field(default_factory=set)
     heads: dict[int, tuple[int, int]] = field(default_factory=dict)  # by layer: of queries, of keys
 
     def unit(self, key: str, least: int) -> int:
@@ -64,11 +69,11 @@ class _Cut:
         return least if info is None else math.lcm(column_unit(info.resident_type), least)
 
     def rows(self, parent: nn.Module, key: str, name: str, first: int, count: int) -> None:
-        """Keep these rows of a projection."""
+        """Keep these rows of a projection of the module `key`, "" for the model."""
         linear = parent.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         for leaf in ("weight", "bias"):
-            self.parts[f"{key}.{name}.{leaf}"] = TensorSlice(0, first, count)
+            self.parts[f"{key}.{name}.{leaf}".lstrip(".")] = TensorSlice(0, first, count)
         setattr(parent, name, _linear(linear.in_features, count, linear.bias is not None))
 
     def columns(self, parent: nn.Module, key: str, name: str, first: int, count: int) -> None:
@@ -152,6 +157,7 @@ def cut_model(opened: OpenedModel, group: RankGroup) -> OpenedModel:
             if name and "experts" not in name.split("."):
                 _cut_module(cut, module, f"{key}.{name}", whole)
         blocks.update(_leave_experts(cut, layer, key, group))
+    _cut_head(cut, opened.model, whole)
     if not cut.linears:
         raise UnsupportedError(
             f"--tensor_parallel {group.size}: nothing of model type {opened.facts.model_type} can be cut in "
@@ -163,7 +169,7 @@ def cut_model(opened: OpenedModel, group: RankGroup) -> OpenedModel:
         )
     linears = frozenset(key for key in cut.linears if not any(key.startswith(f"{block}.") for block in blocks))
     source = CutSource(opened.source, cut.parts, cut.zeros, is_whole=not group.rank)
-    partial_sums = PartialSums(group, linears, frozenset(blocks))
+    partial_sums = PartialSums(group, linears, frozenset(blocks), frozenset(cut.gathered))
     return replace(opened, source=source, facts=_facts(opened.facts, cut.heads), partial_sums=partial_sums)
 
 
@@ -285,6 +291,21 @@ def _tell_heads(module: nn.Module, heads: int, kv_heads: int, count: int, kv_cou
             setattr(module, name, kv_count if is_kv and known == kv_heads else count if known == heads else known)
     if isinstance(vars(module).get("num_key_value_groups"), int):
         module.num_key_value_groups = count // kv_count  # type: ignore[assignment]
+
+
+def _cut_head(cut: _Cut, model: nn.Module, whole: Counter[str]) -> None:
+    """Cut the LM head into as many rows for each process, if it is a plain product with a matrix of its own."""
+    head = _child(model, _HEAD)
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        return  # none, or its place is another one's
+    count = head.out_features // cut.size
+    if f"{_HEAD}.weight" in tied_names(model):
+        whole["an LM head that is the embedding's table"] += 1
+    elif head.out_features % (cut.size * ROW_MULTIPLE):
+        whole[f"an LM head of {head.out_features} rows that cannot be cut into {cut.size} times {ROW_MULTIPLE}"] += 1
+    else:
+        cut.rows(model, "", _HEAD, cut.rank * count, count)
+        cut.gathered.add(_HEAD)
 
 
 def _leave_experts(cut: _Cut, layer: nn.Module, key: str, group: RankGroup) -> Iterator[str]:

@@ -1,4 +1,5 @@
-"""The processes that a model is cut over, as operators see them: results are added up by one of the ways of sums.py.
+"""The processes that a model is cut over, as operators see them: results are put together by one of the ways of
+sums.py.
 
 All are processes of one machine, started by the driver: they find each other by a file in a private folder, and speak
 over the loopback interface.
@@ -25,8 +26,8 @@ _MEETING_SECONDS = 1800.0
 
 
 class TensorGroup(RankGroup):
-    """The RankGroup of torch.distributed. Until `rendezvous` nothing is added: what runs while a model is loaded is
-    each process's own."""
+    """The RankGroup of torch.distributed. Until `rendezvous` nothing is put together: what runs while a model is loaded
+    is each process's own."""
 
     def __init__(self, rank: int, size: int):
         self._rank, self._size = rank, size
@@ -77,9 +78,19 @@ class TensorGroup(RankGroup):
         sums.add(product(x, sums.memory(len(x), width)), out)
         return out
 
+    def gather_product(self, x: torch.Tensor, width: int, product: ShareProduct) -> torch.Tensor:
+        """Put the products with `x` of all processes side by side, see RankGroup. Before all have met they are this
+        process's own, as often."""
+        sums = self._current
+        if sums is None:
+            return product(x, None).repeat(1, self._size)
+        out = torch.empty(len(x), self._size * width, dtype=torch.float32, device=x.device)
+        sums.gather(product(x, sums.memory(len(x), width)), out)
+        return out
+
     @property
     def _current(self) -> Sums | None:
-        """The way to add up; None before all have met, and in a warm-up, which launches nothing."""
+        """The way to add up and to gather; None before all have met, and in a warm-up, which launches nothing."""
         return None if is_warmup() else self._sums
 
     def leave(self) -> None:

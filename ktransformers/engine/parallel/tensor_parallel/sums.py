@@ -1,4 +1,5 @@
-"""Ways to add a tensor up over the processes of a model: by torch.distributed, or by reading other GPUs' memory.
+"""Ways to add a tensor up, or to gather it, over the processes of a model: by torch.distributed, or by reading other
+GPUs' memory.
 
 NCCL takes longer for a decode step's few rows than it takes to read them. With symmetric memory each process writes its
 share where all others can read it, and one kernel adds up: ours (kernels/triton/common/peer_sums.py), which rounds to
@@ -24,7 +25,7 @@ import torch
 from torch import distributed
 from typing_extensions import override
 
-from ktransformers.kernels.triton.common.peer_sums import num_signals, peer_sum
+from ktransformers.kernels.triton.common.peer_sums import num_signals, peer_gather, peer_sum
 
 __all__ = [
     "CollectiveSums",
@@ -81,6 +82,12 @@ class Sums(Protocol):
         """
         ...
 
+    def gather(self, share: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the shares of all processes, fp32 [T, width], side by side in the order of ranks to `out`, contiguous
+        fp32 [T, size * width].
+        """
+        ...
+
 
 class CollectiveSums(Sums):
     """Sums of the process group's own backend: NCCL, or gloo on the CPU."""
@@ -95,18 +102,36 @@ class CollectiveSums(Sums):
         if out is not share:
             out.copy_(share)
 
+    @override
+    def gather(self, share: torch.Tensor, out: torch.Tensor) -> None:
+        rows, width = share.shape
+        if not share.numel():
+            return
+        parts = torch.empty(out.shape[1] // width, rows, width, dtype=share.dtype, device=share.device)
+        distributed.all_gather(list(parts.unbind()), share.contiguous())
+        out.view(rows, -1, width).copy_(parts.transpose(0, 1))
+
 
 class SumKernel(Protocol):
-    """Adds up what all processes have in their symmetric memory."""
+    """Adds up what all processes have in their symmetric memory. can_gather: whether it puts it side by side, too."""
+
+    can_gather: bool
 
     def add(self, memory: torch.Tensor, out: torch.Tensor) -> None:
         """Write the sum of `memory`, fp32 and the first values of symmetric memory, over all processes to `out`, other
         memory of any float type."""
         ...
 
+    def gather(self, memory: torch.Tensor, out: torch.Tensor) -> None:
+        """Write what all processes have in `memory`, fp32 [T, width] and the first values of symmetric memory, side by
+        side to `out`, fp32 [T, size * width] with any stride of rows."""
+        ...
+
 
 class TorchKernels(SumKernel):
     """The kernels of torch. kernels: torch.ops.symm_mem. size: number of processes."""
+
+    can_gather = False
 
     def __init__(self, kernels: Any, group_name: str, size: int):
         self._kernels, self._group_name, self._size = kernels, group_name, size
@@ -121,9 +146,15 @@ class TorchKernels(SumKernel):
         else:
             out.copy_(self._kernels.one_shot_all_reduce(memory, "sum", self._group_name))
 
+    @override
+    def gather(self, memory: torch.Tensor, out: torch.Tensor) -> None:
+        raise AssertionError("torch has no such kernel")
+
 
 class PeerKernel(SumKernel):
-    """Our kernel, see `peer_sum`. signals: symmetric memory that lives as long as this."""
+    """Our kernels, see `peer_sum` and `peer_gather`."""
+
+    can_gather = True
 
     def __init__(self, shares: torch.Tensor, signals: torch.Tensor, rank: int, kept: object):
         """shares, signals: addresses on each GPU. kept: what holds that memory."""
@@ -132,6 +163,10 @@ class PeerKernel(SumKernel):
     @override
     def add(self, memory: torch.Tensor, out: torch.Tensor) -> None:
         peer_sum(self._shares, self._signals, self._rank, out)
+
+    @override
+    def gather(self, memory: torch.Tensor, out: torch.Tensor) -> None:
+        peer_gather(self._shares, self._signals, self._rank, out)
 
 
 class SymmetricSums(Sums):
@@ -158,9 +193,23 @@ class SymmetricSums(Sums):
         if share.dtype is not torch.float32 or not 0 < share.numel() <= self.capacity:
             self._otherwise.add(share, out)
             return
+        self._kernel.add(self._brought(share), out)
+
+    @override
+    def gather(self, share: torch.Tensor, out: torch.Tensor) -> None:
+        rows, width = share.shape
+        at_once = self.capacity // max(width, 1)
+        if not self._kernel.can_gather or not at_once or share.dtype is not torch.float32:
+            self._otherwise.gather(share, out)
+            return
+        for first in range(0, rows, at_once):  # shares larger than the buffer are of many rows
+            end = min(first + at_once, rows)
+            self._kernel.gather(self._brought(share[first:end]), out[first:end])
+
+    def _brought(self, share: torch.Tensor) -> torch.Tensor:
+        """Return the share in the buffer, where it may be already."""
         is_here = share.untyped_storage().data_ptr() == self._buffer.untyped_storage().data_ptr()
-        memory = share if is_here else self._buffer[: share.numel()].view(share.shape).copy_(share)
-        self._kernel.add(memory, out)
+        return share if is_here else self._buffer[: share.numel()].view(share.shape).copy_(share)
 
 
 def open_sums(num_values: int, device: torch.device, rank: int, size: int) -> Sums:
@@ -258,8 +307,8 @@ def _open_symmetric(
 
 
 def _is_right(sums: SymmetricSums, device: torch.device, rank: int, size: int) -> bool:
-    """Check sums of small whole numbers, which are exact. Launches, and so compiles, each variant of
-    a kernel that steps use: for few values and for all, in both types.
+    """Check sums of small whole numbers, which are exact, and such numbers gathered. Launches, and so compiles, each
+    variant of a kernel that steps use: for few values and for all, in both types.
     """
     is_right = True
     for got, want in _first_sums(sums, device, rank, size):  # all of them: the other processes wait in each
@@ -270,7 +319,7 @@ def _is_right(sums: SymmetricSums, device: torch.device, rank: int, size: int) -
 def _first_sums(
     sums: SymmetricSums, device: torch.device, rank: int, size: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield sums, and their right values."""
+    """Yield results, and their right values."""
     for num_values in (min(64, sums.capacity), sums.capacity):
         numbers = torch.arange(num_values, device=device)[None] % 8
         for dtype in (torch.float32, torch.bfloat16):
@@ -278,3 +327,6 @@ def _first_sums(
             memory = sums.memory(1, num_values)
             sums.add(share if memory is None else memory.copy_(share), out)
             yield out, (numbers * size + size * (size + 1) // 2).to(dtype)
+        out = torch.zeros(1, size * num_values, device=device)
+        sums.gather((numbers + rank + 1).float(), out)
+        yield out, torch.cat([(numbers + other + 1).float() for other in range(size)], dim=1)

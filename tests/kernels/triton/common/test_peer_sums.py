@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from ktransformers.kernels.triton.common.peer_sums import MAX_PROGRAMS, num_signals, peer_sum
+from ktransformers.kernels.triton.common.peer_sums import MAX_PROGRAMS, num_signals, peer_gather, peer_sum
 
 SMALL, LARGE = 1024, 4096  # values of a program
 
@@ -51,6 +51,29 @@ def test_a_gpu_adds_up_in_the_order_of_ranks(
     assert torch.equal(out, want[:numel].to(dtype))
     for other, got in enumerate(signals):  # its own are seen and taken back, the others' are set
         assert torch.equal(got, slots(programs, size, [] if other == rank else [rank]))
+
+
+@pytest.mark.parametrize(
+    ("size", "rank", "rows", "width"), [(2, 0, 1, 1500), (2, 1, 3, 700), (4, 2, 5, 33), (3, 0, 40, 4100), (2, 1, 1, 1)]
+)
+def test_a_gpu_puts_shares_side_by_side(size: int, rank: int, rows: int, width: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    shares = [torch.randn(rows, width, generator=generator) for _ in range(size)]
+    programs = min(-(-rows * width // (SMALL if rows * width <= 1 << 17 else LARGE)), MAX_PROGRAMS)
+    others = [i for i in range(size) if i != rank]
+    signals = [slots(programs, size, others if i == rank else []) for i in range(size)]
+    whole = torch.full((rows, size * width + 8), float("nan"))  # of which rows are far apart
+    peer_gather(addresses(shares), addresses(signals), rank, whole[:, :-8])
+    assert torch.equal(whole[:, :-8], torch.cat(shares, dim=1))
+    assert whole[:, -8:].isnan().all()
+    for other, got in enumerate(signals):
+        assert torch.equal(got, slots(programs, size, [] if other == rank else [rank]))
+
+
+@pytest.mark.parametrize("out", [torch.zeros(2, 3), torch.zeros(2, 4, dtype=torch.bfloat16)])
+def test_what_cannot_be_gathered(out: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"out must be fp32 \[T, 2 \* width\]"):
+        peer_gather(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), 0, out)
 
 
 def test_launches_of_any_size_use_the_same_slots() -> None:
