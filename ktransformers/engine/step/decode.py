@@ -27,6 +27,7 @@ from ktransformers.engine.step.decode_inputs import (
 from ktransformers.engine.step.forward import ForwardPass, StepInputs
 from ktransformers.engine.step.layout import StepLayout
 from ktransformers.engine.step.logits_fetch import LogitsFetch
+from ktransformers.engine.step.lookup import STAGED_ROWS
 from ktransformers.operators.attention.latent_materialization import MaterializationPolicy, StepRuns
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.experts.routed import KTransformersExperts
@@ -181,7 +182,11 @@ class DecodeSteps:
     def launch(self, token_ids: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor) -> Tensor:
         """Launch a step as `step` does, but do not wait for its end: logits on the first device, valid until the next
         step."""
-        hidden_states = self._layout.embedding(token_ids[None])[0]
+        lookup = self._forward.lookup
+        if len(token_ids) < STAGED_ROWS or lookup is None:  # copied with the other inputs
+            hidden_states = self._layout.embedding(token_ids[None])[0]
+        else:
+            hidden_states = lookup(token_ids)
         inputs = DecodeInputs(
             hidden_states,
             positions,

@@ -14,6 +14,7 @@ from torch import Tensor
 from ktransformers.engine.step.fused_decode import FusedDecode
 from ktransformers.engine.step.hidden import HiddenTap
 from ktransformers.engine.step.layout import StepLayout
+from ktransformers.engine.step.lookup import TokenLookup
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import CPU
@@ -54,6 +55,7 @@ class ForwardPass:
         self.short: FusedDecode | None = None
         self.tap: HiddenTap | None = None
         self.layout = None if layout is None or layout.is_cpu else layout
+        self.lookup = None if self.layout is None else TokenLookup(self.layout)
         left = modules_on_torch(model) if self.layout is None or CPU in self.layout.devices else []
         told = [name for name in left if not name.endswith(_USUAL)]
         if told and announce:
@@ -84,8 +86,9 @@ class ForwardPass:
         """Bring a step to the GPU: rows are looked up where the table is, then everything moves once."""
         layout = self.layout
         assert layout is not None, "steps on the CPU stay there"
+        assert self.lookup is not None, "it is there where the layout is"
         return StepInputs(
-            hidden_states=layout.entry.to_device(layout.embedding(token_ids[None])),
+            hidden_states=self.lookup(token_ids)[None],
             positions=layout.entry.move(positions[None]),
             keep=layout.last.move(keep),
             context=replace(context, token_ids=token_ids).replicated(device.torch_device for device in layout.devices),

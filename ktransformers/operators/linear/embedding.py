@@ -74,8 +74,17 @@ class KEmbedding(Operator):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         if self.inner is not None:
             return self.inner(self.device.move(input_ids))  # type: ignore[no-any-return]
+        return self.look_up(input_ids.reshape(-1)).view(*input_ids.shape, self.embedding_dim)
+
+    @property
+    def is_in_rows(self) -> bool:
+        """Whether `look_up` can be used: the table stays in the type of the file."""
+        return self.inner is None
+
+    def look_up(self, ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Look up int64 [T] on the CPU: fp32 [T, H], written to `out` if that is given."""
         assert self._table is not None, f"{self.key} is not loaded"
-        rows = cpu.dequantize_rows(self._table, input_ids.reshape(-1), self.config.require_pool())
+        rows = cpu.dequantize_rows(self._table, ids, self.config.require_pool(), out)
         if self.scale is not None and self.scale != 1.0:
             rows *= self.scale
-        return rows.view(*input_ids.shape, self.embedding_dim)
+        return rows

@@ -23,6 +23,10 @@ from ktransformers.optimize.machine import Machine
 __all__ = ["ParallelStrategy", "PipelineStrategy", "TensorParallelStrategy", "num_processes", "parallel_strategy"]
 
 
+_MOST_THREADS = 8
+"""Of a process beside the driver, which looks tokens up."""
+
+
 class ParallelStrategy(Protocol):
     """A way to divide a model over processes, seen from one of them.
 
@@ -93,7 +97,9 @@ class TensorParallelStrategy(ParallelStrategy):
 
     @override
     def config_of_others(self, config: EngineConfig) -> EngineConfig:
-        return replace(config, use_cuda=True, cpu_infer=1)  # a worker thread for what is not on the GPU
+        # For what is not on the GPU: all look tokens up at the same time, and wait for the last one.
+        threads = max(1, min(config.cpu_infer // self.size, _MOST_THREADS))
+        return replace(config, use_cuda=True, cpu_infer=threads)
 
     @override
     def rendezvous(self, place: str, device: torch.device) -> None:
