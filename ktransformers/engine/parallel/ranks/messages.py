@@ -10,6 +10,7 @@ driver ── Start ──────────> reads headers, cuts, loads
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import msgspec
@@ -61,21 +62,23 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
 
 
 class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A flattened step: arrays as bytes, in the types that ForwardContext says. is_padded: to the size of a graph.
-    states: bounds, reads, writes, saves, most rows of a sequence."""
+    """A flattened step, in few pieces: workers begin a step later by what it takes to put it together again.
+
+    is_padded: to the size of a graph. num_kept, num_seqs, num_pages: logits kept, shape of the block table. longs:
+    token_ids [T], positions [T], slots [T] and kept rows, int64. ints: seq_ids [T], kv_lens [T], block table and, with
+    states, their bounds, reads, writes and saves, int32. states: the lengths of these four, and the most rows of a
+    sequence.
+    """
 
     is_padded: bool
     is_prefill: bool
     page_size: int
+    num_kept: int
     num_seqs: int
-    token_ids: bytes
-    positions: bytes
-    keep: bytes
-    slots: bytes
-    seq_ids: bytes
-    kv_lens: bytes
-    table: bytes
-    states: tuple[bytes, bytes, bytes, bytes, int | None] | None
+    num_pages: int
+    longs: bytes
+    ints: bytes
+    states: tuple[int, int, int, int, int | None] | None
 
     @classmethod
     def of(
@@ -87,51 +90,52 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
         is_padded: bool,
     ) -> Step:
         """Make the message of a step, with the arguments of ModelRunner.reduced_step."""
-        states = context.states
+        states, table = context.states, context.block_table
+        longs = torch.cat((token_ids, positions, context.slot_mapping, keep))
+        parts, lengths = [context.seq_ids, context.kv_lens, table.reshape(-1)], None
+        if states is not None:
+            of_states = [states.first_rows, states.read_slots, states.write_slots, states.save_slots]
+            parts += of_states
+            bounds, reads, writes, saves = (len(part) for part in of_states)
+            lengths = bounds, reads, writes, saves, states.max_rows
         return cls(
             is_padded,
             context.phase is Phase.PREFILL,
             context.page_size,
-            context.block_table.shape[0],
-            _bytes(token_ids),
-            _bytes(positions),
-            _bytes(keep),
-            _bytes(context.slot_mapping),
-            _bytes(context.seq_ids),
-            _bytes(context.kv_lens),
-            _bytes(context.block_table),
-            None
-            if states is None
-            else (
-                _bytes(states.first_rows),
-                _bytes(states.read_slots),
-                _bytes(states.write_slots),
-                _bytes(states.save_slots),
-                states.max_rows,
-            ),
+            len(keep),
+            table.shape[0],
+            table.shape[1],
+            longs.numpy().tobytes(),
+            torch.cat(parts).numpy().tobytes(),
+            lengths,
         )
 
     def inputs(
         self, cache: PagedCache, pool: WorkerPool
     ) -> tuple[torch.Tensor, torch.Tensor, ForwardContext, torch.Tensor]:
         """Return the step's token_ids, positions, context and keep over a cache of one's own."""
-        kv_lens = _ints(self.kv_lens)
+        longs = torch.from_numpy(np.frombuffer(bytearray(self.longs), dtype=np.int64))
+        ints = torch.from_numpy(np.frombuffer(bytearray(self.ints), dtype=np.int32))
+        rows, pages = (len(longs) - self.num_kept) // 3, self.num_seqs * self.num_pages
+        token_ids, positions, slots, keep = torch.split_with_sizes(longs, [rows, rows, rows, self.num_kept])
+        lengths = () if self.states is None else self.states[:4]
+        seq_ids, kv_lens, table, *of_states = torch.split_with_sizes(ints, [rows, rows, pages, *lengths])
         states = None
         if self.states is not None:
-            bounds, reads, writes, saves, max_rows = self.states
-            states = StateStep(_ints(bounds), _ints(reads), _ints(writes), _ints(saves), kv_lens, max_rows)
+            bounds, reads, writes, saves = of_states
+            states = StateStep(bounds, reads, writes, saves, kv_lens, self.states[4])
         context = ForwardContext(
             cache=cache,
             pool=pool,
             phase=Phase.PREFILL if self.is_prefill else Phase.GENERATE,
             page_size=self.page_size,
-            slot_mapping=_longs(self.slots),
-            seq_ids=_ints(self.seq_ids),
+            slot_mapping=slots,
+            seq_ids=seq_ids,
             kv_lens=kv_lens,
-            block_table=_ints(self.table).view(self.num_seqs, -1),
+            block_table=table.view(self.num_seqs, self.num_pages),
             states=states,
         )
-        return _longs(self.token_ids), _longs(self.positions), context, _longs(self.keep)
+        return token_ids, positions, context, keep
 
 
 class Regroup(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -161,18 +165,6 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().numpy().tobytes()
-
-
-def _ints(data: bytes) -> torch.Tensor:
-    return torch.from_numpy(np.frombuffer(bytearray(data), dtype=np.int32))
-
-
-def _longs(data: bytes) -> torch.Tensor:
-    return torch.from_numpy(np.frombuffer(bytearray(data), dtype=np.int64))
-
-
 def encode(message: Any) -> bytes:
     """Encode a message as msgpack; paths as text."""
     return msgspec.msgpack.encode(message, enc_hook=str)
@@ -180,4 +172,10 @@ def encode(message: Any) -> bytes:
 
 def decode(data: bytes, kind: Any) -> Any:
     """Decode a message of type `kind`. Raises msgspec.ValidationError for anything else."""
-    return msgspec.msgpack.decode(data, type=kind, dec_hook=lambda type, value: type(value))
+    return _decoder(kind).decode(data)
+
+
+@functools.cache
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    """Return the decoder of a type, which takes longer to make than to use."""
+    return msgspec.msgpack.Decoder(kind, dec_hook=lambda type, value: type(value))
