@@ -81,8 +81,9 @@ def share_nbytes(num_rows: int, width: int) -> int:
 class PartialSums:
     """The modules of a sharded model whose results are parts of others, to be put together over the group.
 
-    linears, blocks: keys of projections back to hidden states, and of blocks of experts, in which the driver has all
-    routed experts: their results are added up. heads: keys of projections of which each process has as many rows, and
+    linears, blocks: keys of projections back to hidden states, and of blocks of experts: their results are added up.
+    experts: keys of routed experts of which each process has a part where they are on a GPU; elsewhere, and those that
+    cannot be divided, the driver has whole. heads: keys of projections of which each process has as many rows, and
     whose results are gathered.
     """
 
@@ -90,6 +91,7 @@ class PartialSums:
     linears: frozenset[str]
     blocks: frozenset[str]
     heads: frozenset[str] = frozenset()
+    experts: frozenset[str] = frozenset()
 
     def of_linear(self, key: str) -> RankGroup | None:
         """Return the group that sums the results of this linear module; None for whole results."""
@@ -98,6 +100,10 @@ class PartialSums:
     def of_head(self, key: str) -> RankGroup | None:
         """Return the group that gathers the results of this linear module; None for whole results."""
         return self.group if key in self.heads else None
+
+    def of_experts(self, key: str) -> RankGroup | None:
+        """Return the group that these routed experts may be divided over; None where they are whole."""
+        return self.group if key in self.experts else None
 
     def of_block(self, key: str) -> RankGroup | None:
         """Return the group that sums the results of this block of experts; None for whole results."""

@@ -24,7 +24,7 @@ from ktransformers.kernels.types import (
 )
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo, WeightSource
 
-__all__ = ["CutSource", "TensorSlice", "column_unit"]
+__all__ = ["CutSource", "TensorSlice", "column_unit", "cut_fp8", "cut_tensor", "tensor_nbytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,25 +85,19 @@ class CutSource(WeightSource):
             return info
         is_fp8 = info.is_fp8 and _is_on_blocks(part, info.shape)
         shape = part.shape(info.shape)
-        return replace(info, shape=shape, nbytes=_nbytes(info.resident_type, shape), is_fp8=is_fp8)
+        return replace(info, shape=shape, nbytes=tensor_nbytes(info.resident_type, shape), is_fp8=is_fp8)
 
     @override
     def tensor(self, name: str) -> RawTensor:
         whole, part = self._source.tensor(name), self._parts.get(name)
         if name in self._zeros:
             whole = RawTensor(torch.zeros_like(whole.data), whole.qtype, whole.shape)
-        return whole if part is None else _cut(whole, part, name)
+        return whole if part is None else cut_tensor(whole, part, name)
 
     @override
     def fp8(self, name: str) -> Fp8Matrix:
         whole, part = self._source.fp8(name), self._parts.get(name)
-        if part is None:
-            return whole
-        if not _is_on_blocks(part, whole.shape):
-            raise TensorMismatchError(f"{name!r} is cut within blocks of FP8")
-        scales = -(-part.count // FP8_BLOCK)
-        values = whole.values.narrow(part.dim, part.first, part.count).contiguous()
-        return Fp8Matrix(values, whole.scales.narrow(part.dim, part.first // FP8_BLOCK, scales).contiguous())
+        return whole if part is None else cut_fp8(whole, part, name)
 
     @override
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -127,7 +121,8 @@ def _is_on_blocks(part: TensorSlice, whole: Sequence[int]) -> bool:
     return part.first % FP8_BLOCK == 0 and (ends % FP8_BLOCK == 0 or ends == whole[part.dim])
 
 
-def _nbytes(qtype: WeightType, shape: tuple[int, ...]) -> int:
+def tensor_nbytes(qtype: WeightType, shape: Sequence[int]) -> int:
+    """Return the bytes of a tensor of this type, of two dimensions for FP8."""
     if isinstance(qtype, OwnType):
         return fp8_nbytes(shape[0], shape[1])
     rows = 1
@@ -136,7 +131,17 @@ def _nbytes(qtype: WeightType, shape: tuple[int, ...]) -> int:
     return rows * row_bytes(qtype, shape[-1])
 
 
-def _cut(whole: RawTensor, part: TensorSlice, name: str) -> RawTensor:
+def cut_fp8(whole: Fp8Matrix, part: TensorSlice, name: str) -> Fp8Matrix:
+    """Return a part of a matrix in FP8. Raises TensorMismatchError for one that cuts a block."""
+    if not _is_on_blocks(part, whole.shape):
+        raise TensorMismatchError(f"{name!r} is cut within blocks of FP8")
+    scales = -(-part.count // FP8_BLOCK)
+    values = whole.values.narrow(part.dim, part.first, part.count).contiguous()
+    return Fp8Matrix(values, whole.scales.narrow(part.dim, part.first // FP8_BLOCK, scales).contiguous())
+
+
+def cut_tensor(whole: RawTensor, part: TensorSlice, name: str) -> RawTensor:
+    """Return a part of a tensor. Raises TensorMismatchError for one that cuts a block."""
     shape = part.shape(whole.shape)
     if part.dim < len(whole.shape) - 1:
         each = whole.rows // whole.shape[0]

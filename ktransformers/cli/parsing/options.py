@@ -158,8 +158,8 @@ def _add_division_flags(group: argparse._ActionsContainer, config: EngineConfig)
         type=int,
         metavar="N",
         default=config.tensor_parallel,
-        help="cut attention and dense parts of every layer over N GPUs, a process each; routed experts stay in one "
-        "(%(default)s)",
+        help="cut attention, dense parts and experts on GPUs of every layer over N GPUs, a process each; experts in "
+        "RAM stay in one (%(default)s)",
     )
     group.add_argument(
         "--pipeline",

@@ -189,7 +189,7 @@ def plan_part(
     plan, num_slots = planned.plan, planned.num_slots
     plan.check_fits()
     undo.callback(plan.devices.close)
-    part.ranks.begin(_resolved(planned, config, cache_plan))
+    part.ranks.begin(_resolved(planned, opened, cache_plan))
     model = replace(part.model, card=replace(part.model.card, gpu_bytes=plan.gpu_bytes))
     _say_products(plan, planned.shapes, pool)
     longest = opened.facts.longest_sequence(num_slots)
@@ -250,11 +250,14 @@ def capture_steps(arranged: ArrangedModel, progress: Progress | None) -> Capture
     return CapturedModel(config, plan, part.model, arranged.forward, decode, arranged.cache, identified, hot, why_eager)
 
 
-def _resolved(planned: Planned, config: EngineConfig, cache_plan: CachePlan) -> ResolvedPlan:
-    """What processes beside this one have to do alike."""
-    config = replace(config, cache_lens=planned.num_slots, chunk_size=planned.chunk_size)
+def _resolved(planned: Planned, opened: OpenedModel, cache_plan: CachePlan) -> ResolvedPlan:
+    """Return what processes beside this one have to do alike."""
+    experts = {key: op for key, op in planned.plan.operators.items() if isinstance(op, KTransformersExperts)}
+    divided = tuple(key for key, operator in experts.items() if operator.is_divided(opened.source))
+    config = replace(opened.config, cache_lens=planned.num_slots, chunk_size=planned.chunk_size)
     page_size = cache_plan.page_size(planned.shapes)
-    return ResolvedPlan(config, page_size, cache_plan.max_batch_size, planned.num_slots, planned.num_states)
+    slots, states = planned.num_slots, planned.num_states
+    return ResolvedPlan(config, page_size, cache_plan.max_batch_size, slots, states, divided)
 
 
 def _new_pool(num_threads: int, cpu_activations: str) -> WorkerPool:

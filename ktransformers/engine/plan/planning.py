@@ -219,7 +219,7 @@ class Planner:
         """A plan with its cache and its workspaces, and with experts in what is left of the GPUs if that is ours to
         decide."""
         opened = self.opened
-        plan, shapes = self._weights(hardware, Choices(transfer=transfer))
+        plan, shapes = self._weights(hardware, Choices(self._divided(hardware), transfer))
         num_slots = self.cache_plan.num_slots(opened, plan, shapes)
         chunk_size = chunk_size_for(opened.config.chunk_size, plan, opened.facts)
         num_states = self.cache_plan.num_states(shapes, num_slots, opened.config)
@@ -263,6 +263,11 @@ class Planner:
             plan, streamings = with_streaming(replace(again, extra_bytes=plan.extra_bytes), streamings)
         plan, hots = with_hot_slots(plan, hots)
         return Planned(plan, chunk_size, streamings, shapes, num_slots, num_states, filling, transfer, hots)
+
+    def _divided(self, hardware: Hardware) -> dict[str, str]:
+        """Return the GPU of the routed experts of which a worker has a part, as the driver's plan says."""
+        sums, gpus = self.opened.partial_sums, [name for name in hardware.machine.devices if name != "cpu"]
+        return {} if sums is None or not sums.group.rank or not gpus else dict.fromkeys(sums.experts, gpus[0])
 
     def _draft_memory(self, draft: OpenedModel, hardware: Hardware) -> DraftMemory:
         """What the model that drafts takes beside its target."""

@@ -81,10 +81,13 @@ class KMoEBlock(WrapperOperator):
         """Compute the block for rows [T, H] on its device, not yet added up, unless it is a share of a sum. token_ids:
         int64 [1, T], for routers that look tokens up.
         """
-        addends = self._addends(rows, token_ids)
         if self._group is None:
-            return addends
-        return Addends(self._group.sum(addends.widened().total(self).contiguous()).to(rows.dtype))
+            return self._addends(rows, token_ids)
+
+        def share(rows: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:
+            return self._addends(rows, token_ids).widened().total(self).contiguous()
+
+        return Addends(self._group.sum_product(rows, rows.shape[1], share))
 
     def _addends(self, rows: torch.Tensor, token_ids: torch.Tensor | None) -> Addends:
         block: Any = self.inner

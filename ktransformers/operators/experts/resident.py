@@ -121,12 +121,14 @@ class GpuExperts:
         gate, up, down = (_matrices(part, device, pool) for part in (weights.gate, weights.up, weights.down))
         return cls(device, gate, up, down, MoeEpilogue.of(weights, activation, device.torch_device))
 
-    def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
         """Compute x [T, H] of any float type, ids [T, K], weights fp32 [T, K], all on the device -> [T, H] of
-        x's type.
+        `dtype`.
         """
         rows = x.to(self.device.matmul_dtype).contiguous()
         space = self.device.moe_workspace(rows, topk_ids.shape[1], self.up.slots, self.up, self.down)
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        out = torch.empty(x.shape, dtype=dtype, device=x.device)
         ids, weights = topk_ids.to(torch.int32).contiguous(), topk_weights.contiguous()
         return moe(rows, ids, weights, self.gate, self.up, self.down, out, workspace=space, epilogue=self.epilogue)

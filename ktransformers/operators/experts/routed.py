@@ -144,6 +144,8 @@ class KTransformersExperts(Operator):
     ):
         super().__init__(module, key, config, placement)
         self._group = None if config.partial_sums is None else config.partial_sums.of_block(key)
+        divided = None if config.partial_sums is None else config.partial_sums.of_experts(key)
+        self._is_beside_driver = divided is not None and divided.rank > 0
         self.hot_experts = None if hot_experts is None else str(hot_experts)
         self.products = CpuProducts.of(key, config, **options)
         self.layout = read_layout(module, key)
@@ -202,9 +204,13 @@ class KTransformersExperts(Operator):
         if why_not_on_gpu(self.layout, self.activation) is not None:
             return None
         try:
-            return gpu_experts_nbytes(self.key, self._experts.find(source))
+            return gpu_experts_nbytes(self.key, self._experts.find_resident(source))
         except UnsupportedError:
             return None  # a type that no kernel reads: they stay on the CPU
+
+    def is_divided(self, source: WeightSource) -> bool:
+        """Whether each of several processes has a part of these experts: on a GPU, where they can be divided."""
+        return self.device.is_gpu and self._experts.columns(self._experts.find(source)) is not None
 
     def streamed_nbytes(self, source: WeightSource) -> tuple[int, int] | None:
         """Return the bytes of one expert on the CPU and of all experts' biases; None when they cannot be streamed from
@@ -265,9 +271,9 @@ class KTransformersExperts(Operator):
         raise RuntimeError(f"{self.key}: none of its paths ({self.path_names}) takes {list(step.hidden_states.shape)}")
 
     def collect(self, ticket: Ticket) -> torch.Tensor:
-        """Wait for the result of `submit`: [T, H], where its input was and of its type."""
+        """Wait for the result of `submit`: [T, H], where its input was and of its type; a part of a sum in fp32."""
         result: torch.Tensor = ticket.path.collect(ticket.issued, ticket.like)
-        if ticket.identity is None:
+        if ticket.identity is None or self._is_beside_driver:
             return result
         like = ticket.like.reshape(-1, self.layout.hidden_size)
         added = like * ticket.identity.to(like.device, like.dtype)
@@ -280,4 +286,4 @@ class KTransformersExperts(Operator):
         routed = self.collect(self.submit(hidden_states, top_k_index, top_k_weights))
         if self._group is None:
             return routed
-        return self._group.sum(routed.float().contiguous()).to(routed.dtype)
+        return self._group.sum(routed.float().contiguous()).to(hidden_states.dtype)

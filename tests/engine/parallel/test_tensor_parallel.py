@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +19,15 @@ from ktransformers.engine.parallel.tensor_parallel.cut import cut_model
 from ktransformers.engine.parallel.tensor_parallel.group import TensorGroup
 from ktransformers.engine.step.context import paged_context
 from ktransformers.errors import CapacityError, ConfigError, EngineError, KTransformersError, UnsupportedError
+from ktransformers.kernels.types import QuantType
+from ktransformers.operators.experts.paths.resident import ResidentPath
+from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.scheduler.records import StepPlan
 from ktransformers.weights.cut_source import CutSource, TensorSlice
 from tests.support.engines.cut_models import HARDWARE
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.engines.gpu_engines import sequence_start, step_row
+from tests.support.gguf.writer import write_gguf
 from tests.support.models.demo import DEMO_GGUF
 from tests.support.models.recurrent_models import recurrent_model
 from tests.support.models.tiny_models import tiny_model, write_safetensors
@@ -98,6 +103,31 @@ def test_each_process_computes_logits_of_its_tokens(tmp_path: Path) -> None:
             want = model.lm_head.weight.data[rank * rows % vocab :][:rows]
             if not tied:
                 assert torch.equal(cut.source.dense("lm_head.weight"), want)
+
+
+@pytest.mark.exhaustive  # two engines in Triton's interpreter
+def test_experts_on_gpus_are_divided(tmp_path: Path) -> None:
+    """Logits are those of one process with all columns, of which there are three blocks: the driver has two."""
+    model = tiny_model("qwen3_moe", seed=3, layers=1, num_experts=4, num_experts_per_tok=2)
+    path = write_gguf(model, tmp_path / "model.gguf", QuantType.Q8_0, QuantType.Q8_0, kv_b="whole")
+    config = EngineConfig(gguf_path=path, cache_lens=96, cpu_infer=1, self_check=False, use_cuda_graph=False)
+    with closing(build_engine(config, page_size=8, max_batch_size=1, hardware=fake_hardware())) as engine:
+        want = [logits(engine, IDS[:2], 0, (-1, 0)), logits(engine, [5], 2, (0, 0))]
+        whole = engine.plan.weight_bytes["cuda:0"]
+    config = replace(config, tensor_parallel=2)
+    ranks = Driver(config, None, HARDWARE)
+    with closing(build_engine(config, page_size=8, max_batch_size=1, hardware=fake_hardware(), ranks=ranks)) as engine:
+        experts = [op for op in engine.plan.operators.values() if isinstance(op, KTransformersExperts)]
+        assert ranks._resolved is not None
+        assert sorted(ranks._resolved.divided) == sorted(op.key for op in experts)
+        paths = [op.path(ResidentPath) for op in experts]
+        assert all(path is not None and path.experts is not None for path in paths)
+        inner = {path.experts.up.rows for path in paths if path is not None and path.experts is not None}
+        assert (experts[0].layout.intermediate_size, inner) == (96, {64})
+        assert engine.plan.weight_bytes["cuda:0"] < 0.8 * whole
+        got = [logits(engine, IDS[:2], 0, (-1, 0)), logits(engine, [5], 2, (0, 0))]
+    for one, other in zip(got, want, strict=True):  # activations are fp16 before products here
+        assert (one - other).abs().max() <= 4e-3 * other.abs().max()
 
 
 def test_sequences_share_steps(tmp_path: Path) -> None:

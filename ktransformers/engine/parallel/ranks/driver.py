@@ -119,6 +119,8 @@ class Driver(Ranks):
         self._resolved = resolved
         strategy = self._strategy
         logger.info("the model is divided over %d processes, one for each %s", strategy.size, strategy.noun)
+        if resolved.divided:
+            logger.info("the routed experts of %d layers are divided, too", len(resolved.divided))
         for rank in range(1, strategy.size):
             self._workers.start(rank)
 
@@ -143,6 +145,7 @@ class Driver(Ranks):
             self._made,
             bool(self._hosts),
             self._memory_budgets[rank] if self._memory_budgets else {},
+            resolved.divided,
         )
         try:
             worker.send(framed(encode(start)))

@@ -36,7 +36,8 @@ class Made(msgspec.Struct, frozen=True):
 class Start(msgspec.Struct, frozen=True, tag=True):
     """The driver's order to load a part of the model. config: with what the driver's plan has resolved. hardware:
     "module:function" that finds what there is. is_apart: whether the process has a machine of its own. memory_budget:
-    bytes by device that it may take there, {} for what is free."""
+    bytes by device that it may take there, {} for what is free. divided: routed experts of which each process has a
+    part."""
 
     rank: int
     name: str
@@ -49,6 +50,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     made: Made | None = None
     is_apart: bool = False
     memory_budget: dict[str, int] = {}
+    divided: tuple[str, ...] = ()
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):

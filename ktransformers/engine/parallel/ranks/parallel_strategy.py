@@ -79,8 +79,9 @@ class TensorParallelStrategy(ParallelStrategy):
 
     noun, is_uniform = "GPU", True
 
-    def __init__(self, rank: int, size: int):
-        self.size, self._group = size, TensorGroup(rank, size)
+    def __init__(self, rank: int, size: int, divided: frozenset[str] = frozenset()):
+        """divided: see `cut_model`."""
+        self.size, self._group, self._divided = size, TensorGroup(rank, size), divided
 
     @override
     @property
@@ -89,7 +90,7 @@ class TensorParallelStrategy(ParallelStrategy):
 
     @override
     def shard(self, opened: OpenedModel, hardware: Hardware) -> tuple[OpenedModel, Hardware]:
-        return cut_model(opened, self._group), hardware.of_one_gpu()
+        return cut_model(opened, self._group, self._divided), hardware.of_one_gpu()
 
     @override
     def memory_budgets(self, opened: OpenedModel, machine: Machine) -> list[StageMemoryBudget]:
@@ -175,9 +176,11 @@ def num_processes(config: EngineConfig) -> int:
     return config.tensor_parallel * config.pipeline
 
 
-def parallel_strategy(config: EngineConfig, rank: int, is_apart: bool = False) -> ParallelStrategy:
+def parallel_strategy(
+    config: EngineConfig, rank: int, is_apart: bool = False, divided: frozenset[str] = frozenset()
+) -> ParallelStrategy:
     """Return how the model is divided, as one of several processes sees it. is_apart: whether they are on machines of
-    their own."""
+    their own. divided: for a worker, the routed experts of which each process has a part."""
     if config.pipeline > 1:
         return PipelineStrategy(rank, config.pipeline, is_apart)
-    return TensorParallelStrategy(rank, config.tensor_parallel)
+    return TensorParallelStrategy(rank, config.tensor_parallel, divided)

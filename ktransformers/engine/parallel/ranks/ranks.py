@@ -25,13 +25,15 @@ Sizes = Sequence[StepSize]
 
 @dataclass(frozen=True, slots=True)
 class ResolvedPlan:
-    """The results of planning that every process must use alike."""
+    """The results of planning that every process must use alike. divided: keys of routed experts of which each process
+    has a part."""
 
     config: EngineConfig
     page_size: int
     max_batch_size: int
     num_slots: int
     num_states: int
+    divided: tuple[str, ...] = ()
 
 
 class Ranks(Protocol):
@@ -127,7 +129,9 @@ class Worker(Ranks):
         receive: Callable[[], Begin],
         send: Callable[[Loaded | Captured], None],
     ):
-        self._strategy: ParallelStrategy = parallel_strategy(start.config, start.rank, start.is_apart)
+        self._strategy: ParallelStrategy = parallel_strategy(
+            start.config, start.rank, start.is_apart, frozenset(start.divided)
+        )
         self._receive, self._send = receive, send
         self._resolved: ResolvedPlan | None = None
         self._device: torch.device | None = None

@@ -2,7 +2,8 @@
 
     q, k, v, gate, up    rows of the weight: each process computes its own heads and columns of them
     o, down              columns of the weight: each process's result is a summand
-    routed experts       the driver has them all; what the others give for them is 0
+    routed experts       on a GPU each process has some columns of every expert; in RAM, and where those cannot be
+                         divided, the driver has them all, and what the others give for them is 0
     LM head              rows of the weight: logits of some tokens, which all processes gather
     all else             every process has it whole: norms, routers' rows, the embedding, layers that are not cut
 
@@ -93,7 +94,7 @@ def _linear(in_features: int, out_features: int, bias: bool) -> nn.Linear:
 
 
 class _SharedPart(Placeholder):
-    """A worker's share of a block of experts: its columns of the shared experts, and nothing of the routed ones."""
+    """A worker's share of a block whose routed experts the driver has: its columns of the shared ones."""
 
     def __init__(self, block: nn.Module, group: RankGroup, *, has_shared: bool):
         super().__init__()
@@ -106,14 +107,16 @@ class _SharedPart(Placeholder):
 
     @override
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        return self.group.sum_product(rows, rows.shape[1], self._share).view(hidden_states.shape)
+
+    def _share(self, rows: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:
+        """The part of rows [T, H], as a ShareProduct."""
         if self._name is None:
-            share = torch.zeros(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
-        else:
-            share = self.get_submodule(self._name)(hidden_states).float()
-            score = _child(self, _SCORE)
-            if score is not None:
-                share = share * torch.sigmoid(score(hidden_states).float())
-        return self.group.sum(share.contiguous()).to(hidden_states.dtype)
+            return torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
+        share: torch.Tensor = self.get_submodule(self._name)(rows).float()
+        score = _child(self, _SCORE)
+        return (share if score is None else share * torch.sigmoid(score(rows).float())).contiguous()
 
 
 class _NoExperts(Placeholder):
@@ -138,9 +141,11 @@ def _linears(module: nn.Module, names: tuple[str, ...]) -> bool:
     return all(isinstance(_child(module, name), nn.Linear) for name in names)
 
 
-def cut_model(opened: OpenedModel, group: RankGroup) -> OpenedModel:
+def cut_model(opened: OpenedModel, group: RankGroup, divided: frozenset[str] = frozenset()) -> OpenedModel:
     """Return the part of `opened` that this process runs, with its shares. The skeleton is changed: it must be nobody
     else's.
+
+    divided: for a worker, the routed experts that the driver's plan divides; the driver's plan is yet to be made.
 
     Raises UnsupportedError for a model in which nothing can be cut.
     """
@@ -150,13 +155,16 @@ def cut_model(opened: OpenedModel, group: RankGroup) -> OpenedModel:
     cut = _Cut(opened.source, group.rank, group.size)
     names = {id(module): name for name, module in opened.model.named_modules()}
     blocks: set[str] = set()
+    experts: set[str] = set()
     whole: Counter[str] = Counter()
     for layer in layers:
         key = names[id(layer)]
         for name, module in list(layer.named_modules()):
             if name and "experts" not in name.split("."):
                 _cut_module(cut, module, f"{key}.{name}", whole)
-        blocks.update(_leave_experts(cut, layer, key, group))
+        for block, name in _leave_experts(cut, layer, key, group, divided):
+            blocks.add(block)
+            experts.add(name)
     _cut_head(cut, opened.model, whole)
     if not cut.linears:
         raise UnsupportedError(
@@ -169,7 +177,9 @@ def cut_model(opened: OpenedModel, group: RankGroup) -> OpenedModel:
         )
     linears = frozenset(key for key in cut.linears if not any(key.startswith(f"{block}.") for block in blocks))
     source = CutSource(opened.source, cut.parts, cut.zeros, is_whole=not group.rank)
-    partial_sums = PartialSums(group, linears, frozenset(blocks), frozenset(cut.gathered))
+    partial_sums = PartialSums(
+        group, linears, frozenset(blocks), frozenset(cut.gathered), divided if group.rank else frozenset(experts)
+    )
     return replace(opened, source=source, facts=_facts(opened.facts, cut.heads), partial_sums=partial_sums)
 
 
@@ -308,19 +318,22 @@ def _cut_head(cut: _Cut, model: nn.Module, whole: Counter[str]) -> None:
         cut.gathered.add(_HEAD)
 
 
-def _leave_experts(cut: _Cut, layer: nn.Module, key: str, group: RankGroup) -> Iterator[str]:
-    """Keys of the modules in which the driver alone has routed experts: blocks, where they are of the usual make."""
+def _leave_experts(
+    cut: _Cut, layer: nn.Module, key: str, group: RankGroup, divided: frozenset[str]
+) -> Iterator[tuple[str, str]]:
+    """Leave routed experts that are not divided to the driver; yield what is added up, a block where it is of the usual
+    make, and the key of its experts.
+    """
     for name, module in list(layer.named_modules()):
         if _child(module, "experts") is None:
             continue
-        block = f"{key}.{name}"
-        if not name or not KMoEBlock.is_for(module):
-            if cut.rank:
+        block = f"{key}.{name}" if name else key
+        experts, is_usual = f"{block}.experts", bool(name) and KMoEBlock.is_for(module)
+        if cut.rank and experts not in divided:
+            if is_usual:
+                is_cut = any(linear.startswith(f"{block}.") for linear in cut.linears)
+                parent, _, leaf = name.rpartition(".")
+                setattr(layer.get_submodule(parent), leaf, _SharedPart(module, group, has_shared=is_cut))
+            else:
                 module.experts = _NoExperts(group)
-            yield f"{block}.experts" if name else f"{key}.experts"
-            continue
-        if cut.rank:
-            is_cut = any(linear.startswith(f"{block}.") for linear in cut.linears)
-            parent, _, leaf = name.rpartition(".")
-            setattr(layer.get_submodule(parent), leaf, _SharedPart(module, group, has_shared=is_cut))
-        yield block
+        yield block if is_usual else experts, experts

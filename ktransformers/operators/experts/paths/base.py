@@ -23,6 +23,7 @@ from ktransformers.operators.device import Device, to_input
 from ktransformers.operators.experts.resident import bias_nbytes, can_be_copied, why_not_on_gpu
 from ktransformers.operators.linear.packed import CpuProducts, resident_nbytes
 from ktransformers.operators.usage import ExpertUsage
+from ktransformers.weights.expert_parts import ExpertColumns
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo, WeightSource
 
 __all__ = ["ExpertFunction", "ExpertPath", "ExpertStep", "InlinePath", "LayerExperts"]
@@ -79,6 +80,18 @@ class LayerExperts:
         if info is None:
             raise TensorMismatchError(f"the experts of {self.key} are missing from the weight files")
         return info
+
+    def columns(self, info: ExpertsInfo) -> ExpertColumns | None:
+        """Return this process's part of the experts where they rest on a GPU; None for all of them."""
+        sums = self.config.partial_sums
+        group = None if sums is None else sums.of_experts(self.key)
+        return None if group is None else ExpertColumns.of(info, group.rank, group.size)
+
+    def find_resident(self, source: WeightSource) -> ExpertsInfo:
+        """Return the facts of what this process has of the experts where they rest on a GPU. Raises as `find`."""
+        info = self.find(source)
+        columns = self.columns(info)
+        return info if columns is None else columns.info(info)
 
     def requirements(self, info: ExpertsInfo, nbytes: int) -> Requirements:
         """Return the needs of loading all experts onto their device, where they take nbytes."""

@@ -19,10 +19,13 @@ __all__ = ["ResidentPath"]
 
 @dataclass(eq=False, repr=False)
 class ResidentPath(InlinePath):
-    """Computes experts on the GPU on which all of them lie. experts: None until they are loaded."""
+    """Computes experts on the GPU on which all of them lie, or this process's part of each. experts: None until they
+    are loaded. is_divided: whether they are a part, whose results are not rounded before they are added up.
+    """
 
     NAME: ClassVar[str] = "resident"
     experts: GpuExperts | None = None
+    is_divided: bool = False
 
     @classmethod
     @override
@@ -31,7 +34,7 @@ class ResidentPath(InlinePath):
 
     @override
     def requirements(self, source: WeightSource) -> Requirements:
-        info = self.layer.find(source)
+        info = self.layer.find_resident(source)
         return self.layer.requirements(info, gpu_experts_nbytes(self.layer.key, info))
 
     @override
@@ -39,6 +42,9 @@ class ResidentPath(InlinePath):
         layer, activation = self.layer, self.layer.function.activation
         assert activation is not None, "the operator refuses such experts on a GPU"
         weights = source.experts(layer.key, layer.layout, layer.config.cpu_quant)
+        columns = layer.columns(layer.find(source))
+        if columns is not None:
+            weights, self.is_divided = columns.weights(weights), True
         self.experts = GpuExperts.of(weights, activation, layer.device, layer.config.require_pool())
         layer.config.expert_stats.watch_gpu(layer.usage_on(layer.device))
 
@@ -61,7 +67,11 @@ class ResidentPath(InlinePath):
         slots = None if is_counted else self._slots(len(topk_ids))
         if slots is not None:
             self.layer.usage_on(self.layer.device).note(self.layer.number, slots, topk_ids)
-        return self.experts.forward(rows, topk_ids, topk_weights)
+        return self.experts.forward(rows, topk_ids, topk_weights, torch.float32 if self.is_divided else rows.dtype)
+
+    @override
+    def collect(self, issued: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return issued.to(like.device) if self.is_divided else super().collect(issued, like)
 
     @override
     def warm_up(self, step: ExpertStep) -> None:
