@@ -15,6 +15,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.model.opened import open_model
 from ktransformers.engine.parallel.ranks.driver import Driver
+from ktransformers.engine.parallel.ranks.parallel_strategy import TensorParallelStrategy
 from ktransformers.engine.parallel.tensor_parallel.cut import cut_model
 from ktransformers.engine.parallel.tensor_parallel.group import TensorGroup
 from ktransformers.engine.step.context import paged_context
@@ -218,6 +219,12 @@ def test_what_cannot_be_cut_is_said(tmp_path: Path) -> None:
 def test_settings_that_contradict_it(settings: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         EngineConfig(gguf_path=DEMO_GGUF, **settings).resolved()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("threads", "size", "wanted"), [(31, 2, 4), (6, 2, 3), (1, 2, 1), (8, 4, 2)])
+def test_workers_look_tokens_up_with_some_threads(threads: int, size: int, wanted: int) -> None:
+    config = EngineConfig(gguf_path=DEMO_GGUF, tensor_parallel=size, cpu_infer=threads)
+    assert TensorParallelStrategy(1, size).config_of_others(config).cpu_infer == wanted
 
 
 def test_who_cannot_have_it() -> None:

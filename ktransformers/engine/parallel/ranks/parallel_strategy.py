@@ -23,8 +23,8 @@ from ktransformers.optimize.machine import Machine
 __all__ = ["ParallelStrategy", "PipelineStrategy", "TensorParallelStrategy", "num_processes", "parallel_strategy"]
 
 
-_MOST_THREADS = 8
-"""Of a process beside the driver, which looks tokens up."""
+_MOST_THREADS = 4
+"""Of a process beside the driver, which looks tokens up: more would hold up experts on the driver's."""
 
 
 class ParallelStrategy(Protocol):
