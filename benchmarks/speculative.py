@@ -37,6 +37,7 @@ from ktransformers.engine.model.opened import OpenedModel, open_model, open_synt
 from ktransformers.errors import ConfigError, EngineError
 from ktransformers.models.synthetic_shapes import find_shape
 from ktransformers.system.cores import usable_cores
+from ktransformers.weights.synthetic import ROUTINGS
 
 __all__ = ["SpeculativeWork", "bench_speculative", "main"]
 
@@ -84,7 +85,7 @@ class SpeculativeWork:
     """What to measure: `config`'s model, or random weights in the shape `synthetic` with `layers` of its layers.
 
     streams: answers at once. repeats: pairs of answers per figure. accepts: of a shape, how likely a draft token is
-    right. prompt_len: of a shape, tokens before the answers.
+    right. prompt_len: of a shape, tokens before the answers. routing: of a shape, how tokens choose experts.
     """
 
     config: EngineConfig
@@ -94,6 +95,7 @@ class SpeculativeWork:
     layers: int | None = None
     accepts: Sequence[float] = ()
     prompt_len: int = 64
+    routing: str = "even"
 
 
 def _answers(llm: LLM, kind: str, num_streams: int, max_tokens: int, seed: int) -> Answers:
@@ -173,7 +175,7 @@ def _of_shape(work: SpeculativeWork, num_streams: int, table: FigureTable) -> No
     max_tokens = work.config.max_new_tokens
     room = num_streams * (work.prompt_len + max_tokens + _SPARE_LEN)
     config = replace(work.config, speculative="ngram", cache_lens=work.config.cache_lens or room)
-    opened = open_synthetic(config, find_shape(work.synthetic).config(work.layers))
+    opened = open_synthetic(config, find_shape(work.synthetic).config(work.layers), work.routing)
     with _loaded(opened.config, opened, num_streams) as llm:
         asked = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
         for accept in work.accepts:
@@ -214,15 +216,17 @@ def _speculative(args: argparse.Namespace) -> int:
     check_between(args, repeats=1000)
     if args.speculative != SPECULATIVES[0]:
         raise ConfigError("this compares --speculative ngram with off: leave it out")
-    if args.synthetic is None and (args.accept is not None or args.prompt_len is not None):
-        raise ConfigError("--accept and --prompt_len are of a --synthetic shape; texts have their own")
+    of_shapes = args.accept, args.prompt_len, args.routing
+    if args.synthetic is None and any(value is not None for value in of_shapes):
+        raise ConfigError("--accept, --prompt_len and --routing are of a --synthetic shape; texts have their own")
     if args.cpu_infer is None:
         args.cpu_infer = 1 if args.synthetic is None else 0
     config = model_or_shape(args).resolved(needs_model=args.synthetic is None)
     streams, accepts = numbers(args.streams, "streams", 256), _chances(args.accept or "0.8")
     prompt_len = 64 if args.prompt_len is None else args.prompt_len
     check_range("prompt_len", prompt_len, 1, 1 << 20)
-    work = SpeculativeWork(config, streams, args.repeats, args.synthetic, args.layers, accepts, prompt_len)
+    shape = args.synthetic, args.layers, accepts, prompt_len, args.routing or "even"
+    work = SpeculativeWork(config, streams, args.repeats, *shape)
     return print_record("speculative", args.json, partial(bench_speculative, work))
 
 
@@ -238,6 +242,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     group.add_argument("--layers", type=int, help="layers of SHAPE; default: all of them")
     group.add_argument("--accept", metavar="P,P,...", help="of SHAPE: how likely a draft token is right (0.8)")
     group.add_argument("--prompt_len", type=int, help="of SHAPE: tokens before the answers (64)")
+    text = "of SHAPE: how tokens choose experts; skewed: a quarter of them has 70 %% of the picks (even)"
+    group.add_argument("--routing", choices=ROUTINGS, help=text)
     add_model_flags(parser)
     add_logging_flag(group)
     parser.set_defaults(max_new_tokens=200, cpu_infer=None, log_level="warning")

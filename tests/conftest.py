@@ -27,6 +27,14 @@ if not torch.cuda.is_available():
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What the user's own models have taught this program changes plans."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("user-cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _few_tokens_take_pairs() -> Iterator[None]:
     """Interpreted, a program takes milliseconds: experts of more than 16 tokens, not of 32, are computed in blocks."""
     if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:

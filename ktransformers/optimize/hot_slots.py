@@ -8,15 +8,19 @@ With even routing slots serve as many reads as whole layers of the same bytes do
 they cost is that each layer with slots is handed over to the CPU, which one on the GPU is not. So where layers may go
 there whole, as many do as keep a step of one sequence with even routing from getting more than 2 % longer than with
 whole layers alone: most of the room where few layers are left to the CPU or experts are small, so that hand-overs are
-much of a step; none where reading experts takes far longer. Slots need the experts in RAM as well, so that more layers
-go whole where RAM is short. Pure: reads headers only.
+much of a step; none where reading experts takes far longer. Where it was learned at earlier starts how often experts
+are picked, as many layers go whole as make a step shortest by that. Slots need the experts in RAM as well, so that more
+layers go whole where RAM is short. Pure: reads headers only.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
 
 from ktransformers.config import hot_slots
 from ktransformers.models.facts import ModelFacts
@@ -24,7 +28,15 @@ from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.optimize.plan import Plan, format_bytes
 from ktransformers.weights.source import WeightSource
 
-__all__ = ["HOT_EXPERTS", "HotSlots", "plan_hot_slots", "whole_layers", "whole_layers_beside_slots", "with_hot_slots"]
+__all__ = [
+    "HOT_EXPERTS",
+    "HotSlots",
+    "LearnedPicks",
+    "plan_hot_slots",
+    "whole_layers",
+    "whole_layers_beside_slots",
+    "with_hot_slots",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -77,21 +89,53 @@ class HotSlots:
         )
 
 
-def whole_layers(fitting: int, num_layers: int, read_nbytes: int) -> int:
-    """Return how many of the layers that fit on a GPU go there whole, so that with even routing a step of one sequence
-    takes at most 2 % longer than if all did, and slots get the rest of their room.
+@dataclass(frozen=True, slots=True)
+class LearnedPicks:
+    """Counts of the picks of each expert, at earlier starts. shares: of all picks of a layer, the mean layer's: how
+    many the most picked experts have, [E + 1], by their number."""
+
+    shares: npt.NDArray[np.float64]
+
+    @classmethod
+    def of(cls, scores: Iterable[npt.NDArray[np.float64]]) -> LearnedPicks | None:
+        """Return the counts of these layers, [E] of each; None where nothing was learned."""
+        known = [one / one.sum() for one in scores if one.sum() > 0]
+        if not known or len({len(one) for one in known}) > 1:
+            return None
+        # The slots of all layers are one pool: the most picked experts of all of them have them.
+        best = np.sort(np.concatenate(known))[::-1].reshape(len(known[0]), len(known)).sum(1)
+        return cls(np.concatenate(([0.0], np.cumsum(best) / len(known))))
+
+    def hits(self, share: float) -> float:
+        """Return the share of picks that slots for `share` of all experts serve."""
+        return float(np.interp(share * (len(self.shares) - 1), np.arange(len(self.shares)), self.shares))
+
+
+def whole_layers(fitting: int, num_layers: int, read_nbytes: int, learned: LearnedPicks | None = None) -> int:
+    """Return how many of the layers that fit on a GPU go there whole, while slots get the rest of their room: so many
+    that with even routing a step of one sequence takes at most 2 % longer than if all did, or by what was learned as
+    make it shortest.
 
     fitting: layers whose experts fit there, of num_layers. read_nbytes: of the experts that a token reads in a layer.
     """
+    if fitting >= num_layers:
+        return fitting
     on_gpu, on_cpu = _RESIDENT + read_nbytes / _VRAM, _HAND_OVER + read_nbytes / _RAM
+    if learned is not None:
+
+        def seconds(whole: int) -> float:
+            served = learned.hits((fitting - whole) / (num_layers - whole))
+            return whole * on_gpu + (num_layers - whole) * (_HAND_OVER + (1.0 - served) * read_nbytes / _RAM)
+
+        return min(range(fitting, -1, -1), key=seconds)
     step = _OUTSIDE + num_layers * _LAYER + fitting * on_gpu + (num_layers - fitting) * on_cpu
     # A layer with slots has the reads that its slots serve on the GPU beside those on the CPU.
     longer = _HAND_OVER - on_gpu
-    return fitting if fitting >= num_layers else 0 if longer <= 0 else max(fitting - int(_MOST_LOSS * step / longer), 0)
+    return 0 if longer <= 0 else max(fitting - int(_MOST_LOSS * step / longer), 0)
 
 
 def whole_layers_beside_slots(
-    plan: Plan, source: WeightSource, facts: ModelFacts, whole: Mapping[str, str]
+    plan: Plan, source: WeightSource, facts: ModelFacts, whole: Mapping[str, str], learned: LearnedPicks | None = None
 ) -> dict[str, int]:
     """Return how many layers' experts go to each GPU whole where slots get the rest.
 
@@ -102,7 +146,8 @@ def whole_layers_beside_slots(
     found: dict[str, int] = {}
     for device, layers in _candidates(plan, source).items():
         fitting = list(whole.values()).count(device)
-        count = whole_layers(fitting, len(layers), (facts.top_k() or 1) * max(one.nbytes for one in layers))
+        read = (facts.top_k() or 1) * max(one.nbytes for one in layers)
+        count = whole_layers(fitting, len(layers), read, learned)
         smallest = min(on_cpu[one.key] for one in layers)
         count = max(count, min(fitting, -(-missing // max(smallest, 1))))
         missing -= count * smallest

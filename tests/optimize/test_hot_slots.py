@@ -6,16 +6,19 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import Hardware
+from ktransformers.engine.model.fingerprint import ModelDigests
+from ktransformers.engine.model.hot_file import HotFile
 from ktransformers.engine.model.opened import OpenedModel, open_synthetic
 from ktransformers.engine.plan.cache_plan import CachePlan
 from ktransformers.engine.plan.dry_run import dry_run
 from ktransformers.engine.plan.planning import Planned, Planner
 from ktransformers.models.synthetic_shapes import find_shape
-from ktransformers.optimize.hot_slots import HOT_EXPERTS, whole_layers
+from ktransformers.optimize.hot_slots import HOT_EXPERTS, LearnedPicks, whole_layers
 from ktransformers.optimize.machine import Machine
 from tests.support.engines.fake_gpus import GIB, fake_hardware
 from tests.support.engines.gpu_engines import EXPERTS_ON_CPU, rules_of
@@ -140,6 +143,32 @@ def test_every_gpu_has_slots_by_what_it_has_left() -> None:
 )
 def test_how_many_layers_go_whole(fitting: int, layers: int, read: int, want: int) -> None:
     assert whole_layers(fitting, layers, read) == want
+
+
+def test_more_layers_have_slots_where_few_experts_were_picked() -> None:
+    """By hand: of the 4 experts of a layer one has all picks. The room of one layer holds those of three others."""
+    learned = LearnedPicks.of([np.array([8.0, 0.0, 0.0, 0.0]), np.array([0.0, 0.0, 2.0, 0.0])])
+    assert learned is not None
+    assert [learned.hits(share) for share in (0.0, 1 / 8, 1 / 4, 1.0)] == [0.0, 0.5, 1.0, 1.0]
+    assert whole_layers(6, 8, 20_000_000, learned) == 5
+    even = LearnedPicks.of([np.ones(4)] * 3)
+    assert whole_layers(6, 8, 20_000_000, even) == 6  # slots would serve no more, and have more hand-overs
+    assert LearnedPicks.of([]) is None
+    assert LearnedPicks.of([np.zeros(4)]) is None
+    assert LearnedPicks.of([np.ones(4), np.ones(3)]) is None
+
+
+def test_plans_know_what_was_learned_of_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    opened, hardware = qwen(), machine(64, 10)
+    before = planned(opened, hardware)
+    scores = np.concatenate([np.full(16, 100.0), np.ones(EXPERTS - 16)])
+    HotFile(ModelDigests.of(opened)).add(dict.fromkeys(range(LAYERS), scores))
+    after = planned(qwen(), hardware)
+    (hot,) = after.hots  # no more slots than hold what is picked nearly always, and the rest of the room whole layers
+    assert 16 * len(hot.slots) < sum(hot.slots.values()) < 24 * len(hot.slots)
+    assert len(after.filling.moved) > len(before.filling.moved)
+    assert on_gpu(after) > on_gpu(before) - 0.25
 
 
 def test_slots_are_in_what_a_step_reads() -> None:

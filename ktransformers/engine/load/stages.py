@@ -24,6 +24,7 @@ from ktransformers.engine.load.graphs import choose_graphs
 from ktransformers.engine.load.ready import prepare_decode
 from ktransformers.engine.load.warmup import WarmupShapes
 from ktransformers.engine.model.fingerprint import Identified, identify
+from ktransformers.engine.model.hot_file import HotFile
 from ktransformers.engine.model.opened import ModelDescription, OpenedModel, describe_model
 from ktransformers.engine.model.skeleton import restore_buffers
 from ktransformers.engine.model.threads import settle_torch_threads
@@ -36,7 +37,7 @@ from ktransformers.engine.step.expert_streaming import open_prefills
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.fused_decode import find_fused_decode
 from ktransformers.engine.step.hidden import HiddenTap
-from ktransformers.engine.step.hot import HotFile, HotService, open_hot
+from ktransformers.engine.step.hot import HotService, open_hot
 from ktransformers.engine.step.layout import (
     StepLayout,
     hand_contexts,
@@ -218,7 +219,7 @@ def arrange_model(loaded: LoadedWeights) -> ArrangedModel:
     planned = planned_part.planned
     cache = planned_part.cache_plan.make(planned.shapes, planned.num_slots, planned.num_states)
     identified = identify(opened, loaded.plan, cache, pool)
-    loaded.hot.begin(HotFile(identified.sampled))
+    loaded.hot.begin(HotFile(identified.sampled.digests))
     forward = ForwardPass(opened.model, pool, loaded.layout)
     if loaded.layout.is_cpu and opened.config.pipeline == 1:
         forward.short = find_fused_decode(opened.model, planned.shapes, pool, loaded.longest)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -26,7 +27,7 @@ from ktransformers.operators.attention.rope import SettledRotation
 from ktransformers.optimize.plan import Plan
 from ktransformers.weights.digests.files import WeightDigest
 
-__all__ = ["Identified", "ModelIdentity", "identify"]
+__all__ = ["Identified", "ModelDigests", "ModelIdentity", "identify"]
 
 SAMPLED_TENSORS = 1024
 """Stored tensors of which some bytes are read: a page of each, some 0.1 s from a cold disk, nothing once loaded."""
@@ -58,6 +59,11 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
         parts = [self.config, self.tensors, self.data, sorted(self.arithmetic.items())]
         return hashlib.blake2b(msgspec.json.encode(parts), digest_size=32).digest()
 
+    @property
+    def digests(self) -> ModelDigests:
+        """Return those of the model alone."""
+        return ModelDigests(self.config, self.tensors, self.data)
+
     def other_model(self, other: ModelIdentity) -> str | None:
         """Say in words in what way `other` is not this model; None when it is."""
         if other.config != self.config:
@@ -82,6 +88,24 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
         if not names:
             return None
         return "; ".join(f"{name} was {_shown(other, name)} and is {_shown(self, name)}" for name in names)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDigests:
+    """Hex digests of the parts of a model, by some bytes of its weights: what does not depend on how it runs."""
+
+    config: str
+    tensors: str
+    data: str
+
+    @classmethod
+    def of(cls, opened: OpenedModel) -> ModelDigests:
+        """Read some bytes of the weights' files."""
+        config = opened.hf_config.to_dict()
+        for name in _NOT_OF_THE_MODEL:
+            config.pop(name, None)
+        text = json.dumps(config, sort_keys=True, default=str)
+        return cls(_digest([text.encode()]), _digest(_tensor_facts(opened)), _digest(_samples(opened)))
 
 
 class Identified:
@@ -113,15 +137,13 @@ def identify(opened: OpenedModel, plan: Plan, cache: PagedCache, pool: WorkerPoo
 
 
 def _sampled(opened: OpenedModel, plan: Plan, cache: PagedCache, pool: WorkerPool) -> ModelIdentity:
-    config = opened.hf_config.to_dict()
-    for name in _NOT_OF_THE_MODEL:
-        config.pop(name, None)
+    digests = ModelDigests.of(opened)
     return ModelIdentity(
         description=f"{opened.facts.model_type}, {opened.source.describe()}",
         types=tuple(sorted(opened.stored)),
-        config=_digest([json.dumps(config, sort_keys=True, default=str).encode()]),
-        tensors=_digest(_tensor_facts(opened)),
-        data=_digest(_samples(opened)),
+        config=digests.config,
+        tensors=digests.tensors,
+        data=digests.data,
         arithmetic=_arithmetic(opened, plan, cache, pool),
     )
 

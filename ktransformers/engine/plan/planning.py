@@ -14,6 +14,8 @@ import torch
 from ktransformers.cache.paged import LayerShape, PagedCache, state_shapes
 from ktransformers.cache.state import StateCache
 from ktransformers.config import EngineConfig, hot_slots
+from ktransformers.engine.model.fingerprint import ModelDigests
+from ktransformers.engine.model.hot_file import HotFile
 from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.engine.model.skeleton import cache_shapes
 from ktransformers.engine.plan.attention import choose_attention, materialization_nbytes
@@ -36,7 +38,13 @@ from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.partial_sums import share_nbytes
 from ktransformers.operators.recurrent.base import RecurrentOperator
 from ktransformers.optimize.fill import Filling, experts_for_gpus
-from ktransformers.optimize.hot_slots import HotSlots, plan_hot_slots, whole_layers_beside_slots, with_hot_slots
+from ktransformers.optimize.hot_slots import (
+    HotSlots,
+    LearnedPicks,
+    plan_hot_slots,
+    whole_layers_beside_slots,
+    with_hot_slots,
+)
 from ktransformers.optimize.machine import Machine, detect_machine
 from ktransformers.optimize.plan import Choices, Plan, make_plan
 from ktransformers.optimize.rules import Rules, load_rules
@@ -167,6 +175,7 @@ class Planner:
     expert_stats: ExpertStats = field(default_factory=ExpertStats)
     _rules: list[Rules] = field(default_factory=list, init=False, repr=False, compare=False)
     _drafts: list[DraftMemory] = field(default_factory=list, init=False, repr=False, compare=False)
+    _learned: list[LearnedPicks | None] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def settle(self, hardware: Hardware) -> tuple[Planned, Hardware]:
         """Return the plan on `hardware`, or on its CPU alone where that fits, GPUs do not, and nobody asked for
@@ -291,7 +300,9 @@ class Planner:
         if asked != "auto":
             hots = plan_hot_slots(plan, source, facts, asked)
             return (experts_for_gpus(with_hot_slots(plan, hots)[0], source) if hots else whole), hots
-        most = whole_layers_beside_slots(plan, source, facts, whole.moved)
+        if not self._learned:  # read once, as the rules are
+            self._learned.append(LearnedPicks.of(HotFile(ModelDigests.of(self.opened)).read().values()))
+        most = whole_layers_beside_slots(plan, source, facts, whole.moved, self._learned[0])
         filling = experts_for_gpus(plan, source, most)
         hots = plan_hot_slots(plan, source, facts, asked, filling.moved, filling.left)
         with_slots = {hot.device for hot in hots}

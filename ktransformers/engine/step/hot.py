@@ -1,25 +1,21 @@
 """Sets up experts in slots of GPUs: pinned memory, pools, what was learned before, and what a report says of them.
 
-What was learned is the policy's scores, in a file of the user's cache folder that is named after the model and written
-when the engine closes and now and then. Knows plans, loaded operators and devices; not steps or routing.
+What was learned is the policy's scores, in a file (engine/model/hot_file.py) that is written when the engine closes and
+now and then. Knows plans, loaded operators and devices; not steps or routing.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
 from ktransformers.cache.hot_experts import MAX_UPLOADS, HotCosts, HotExperts
-from ktransformers.engine.model.fingerprint import ModelIdentity
+from ktransformers.engine.model.hot_file import HotFile
 from ktransformers.engine.step.expert_streaming import PrefillTools
 from ktransformers.errors import KernelError
 from ktransformers.kernels.cpu import MoeKernel
@@ -33,60 +29,18 @@ from ktransformers.operators.experts.streamed import PrefillLayer
 from ktransformers.optimize.hot_slots import HotSlots
 from ktransformers.optimize.plan import Plan
 from ktransformers.system.file_kinds import size_of
-from ktransformers.system.user_folders import user_cache_dir
 
-__all__ = ["HotFile", "HotGpu", "HotService", "open_hot"]
+__all__ = ["HotGpu", "HotService", "open_hot"]
 
 Floats = npt.NDArray[np.float64]
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1
 _LEAST_ROWS = 8  # of the largest step that the policy learns from
 _COPY_SECONDS = 1e-3  # of PCIe that uploads may take of a step
 _MOST_UPLOADS = 64
 _LEAST_HINDRANCE = 0.1  # of a copy's time, for which it holds up others on their way over PCIe
 _SAVED_EVERY = 4096  # steps
-_DIGITS = 3
-
-
-class HotFile:
-    """The file of what was learned of one model's experts: {number of a layer: scores [E]}."""
-
-    def __init__(self, identity: ModelIdentity, folder: Path | None = None) -> None:
-        self._model = f"{identity.config} {identity.tensors} {identity.data}"
-        name = hashlib.sha256(self._model.encode()).hexdigest()[:20]
-        self.path = (folder or user_cache_dir()) / "hot-experts" / f"{name}.json"
-
-    def read(self) -> dict[int, Floats]:
-        """Return what the file holds; nothing, with one line in the log, for one that is of something else or
-        damaged."""
-        try:
-            held = json.loads(self.path.read_text())
-            if (held["format"], held["model"]) != (_FORMAT, self._model):
-                logger.warning("%s is of another model or version: which experts are hot is learned anew", self.path)
-                return {}
-            scores = {int(layer): np.array(scores, np.float64) for layer, scores in held["scores"].items()}
-            if any(each.ndim != 1 or not np.isfinite(each).all() or (each < 0.0).any() for each in scores.values()):
-                raise ValueError("scores must be numbers, and not negative")
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            logger.warning("%s cannot be used (%r): which experts are hot is learned anew", self.path, error)
-            return {}
-        return scores
-
-    def add(self, scores: Mapping[int, Floats]) -> None:
-        """Keep `scores` in the file, in the place of those of the same layers; where that cannot be, one line says
-        so."""
-        merged = {layer: each.round(_DIGITS).tolist() for layer, each in {**self.read(), **scores}.items()}
-        temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps({"format": _FORMAT, "model": self._model, "scores": merged}))
-            temporary.replace(self.path)
-        except OSError as error:
-            logger.info("%s cannot be written (%s): which experts are hot is learned at every start", self.path, error)
 
 
 @dataclass(frozen=True, slots=True)

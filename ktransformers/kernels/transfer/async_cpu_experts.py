@@ -144,7 +144,11 @@ class AsyncCpuExperts:
         rows = self._check(hidden_states, topk_ids, topk_weights)
         self._give_up()
         buffers = [buffer[:rows] for buffer in (self._hidden, self._ids, self._weights)]
-        self._driver.copy(buffers, [hidden_states, topk_ids, topk_weights])
+        sources = [hidden_states, topk_ids, topk_weights]
+        if self._word_address:
+            self._driver.copy_and_tell(buffers, sources, self._word_address, self._announced(layer, rows))
+            return
+        self._driver.copy(buffers, sources)
         self._begin(layer, rows)
 
     def stage(self, hidden_states: Tensor, topk_weights: Tensor) -> None:
@@ -171,17 +175,22 @@ class AsyncCpuExperts:
 
     def _begin(self, layer: int, rows: int) -> None:
         """Tell the CPU, in the stream's order, that a layer's inputs are there."""
-        is_captured = self._driver.is_capturing()
-        word = self._handle.word_of(layer, rows, is_captured)
-        if is_captured:
-            self._num_captured += 1
-        else:
-            self._handle.expect(1)
+        word = self._announced(layer, rows)
         if self._word_address:
             self._driver.write_value(self._word_address, word)
         else:
             self._driver.launch_host_func(extension.ExpertStream.submit_address, self._handle.call_of(word))
+
+    def _announced(self, layer: int, rows: int) -> int:
+        """The word of a forward that will be asked for in the stream's order: the CPU's threads stay awake for it."""
+        is_captured = self._driver.is_capturing()
+        word = int(self._handle.word_of(layer, rows, is_captured))
+        if is_captured:
+            self._num_captured += 1
+        else:
+            self._handle.expect(1)
         self._pending = (word, rows)
+        return word
 
     def collect(self, out: Tensor) -> Tensor:
         """Let the stream wait for the last submitted forward and copy its result to out [T, H]; returns out."""

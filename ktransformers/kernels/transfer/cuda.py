@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from ktransformers.errors import KernelError
 from ktransformers.kernels.triton.common import runtime
-from ktransformers.kernels.triton.common.convert import convert_rows, wait_for_word
+from ktransformers.kernels.triton.common.convert import Notice, convert_rows, wait_for_word
 
 __all__ = ["CudaDriver", "StreamDriver"]
 
@@ -61,6 +61,11 @@ class StreamDriver(Protocol):
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Copy up to three matrices [T, any] between the device and pinned memory, converted to the targets' types."""
         ...
+
+    def copy_and_tell(self, targets: Sequence[Tensor], sources: Sequence[Tensor], address: int, value: int) -> None:
+        """Copy as `copy` does, to pinned memory, and write behind it as `write_value` does."""
+        self.copy(targets, sources)
+        self.write_value(address, value)
 
     def synchronize(self) -> None:
         """Return when all work of the device is done."""
@@ -107,6 +112,7 @@ class CudaDriver(StreamDriver):
         self._library, self._kernel_rows = _load_driver(), kernel_rows
         self._uses_kernels = uses_kernels and runtime.available() is None and not runtime.is_interpreted()
         torch.cuda.synchronize(self.device)  # makes the device's context current in this thread
+        self._counter: Tensor | None = None  # of kernels that write values: there once memory operations are known
 
     def _call(self, name: str, *arguments: object) -> None:
         result = getattr(self._library, name)(*arguments)
@@ -164,6 +170,8 @@ class CudaDriver(StreamDriver):
             self.write_value(address, value)
             self.wait_value(address, value)
 
+        with torch.inference_mode(False):
+            self._counter = torch.zeros(1, dtype=torch.int32, device=self.device)
         make_stream: Any = torch.cuda.Stream  # has no types
         stream = make_stream(self.device)
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
@@ -199,6 +207,15 @@ class CudaDriver(StreamDriver):
             if source.dtype != target.dtype and source.device.type == "cuda":
                 source = source.to(target.dtype)
             target.copy_(source, non_blocking=True)
+
+    @override
+    def copy_and_tell(self, targets: Sequence[Tensor], sources: Sequence[Tensor], address: int, value: int) -> None:
+        counter = self._counter if self._uses_kernels and sources[0].shape[0] <= self._kernel_rows else None
+        if counter is None:
+            super().copy_and_tell(targets, sources, address, value)
+            return
+        with torch.cuda.device(self.device):
+            convert_rows(targets, sources, Notice(counter, address, value))
 
     @override
     def synchronize(self) -> None:

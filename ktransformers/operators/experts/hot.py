@@ -97,7 +97,7 @@ class HotPool:
         self._host_maps = deque(maps)
         self.mapped = np.full(shape, -1, np.int32)
         self._before = np.zeros(shape, np.int64)
-        self._learned: npt.NDArray[np.int64] | None = None
+        self._finished_rows = 0  # of the step whose picks are on the host, and not looked at
         self._on_the_way: deque[_OnTheWay] = deque()
         self._has_begun = False
 
@@ -138,6 +138,7 @@ class HotPool:
         """Do what is due while a step runs: called when the step was launched."""
         if not self._has_begun:
             return
+        learned = self._take_picks()
         self._host_picks.copy_(self.picks, non_blocking=True)
         self.policy.launch()
         has_changed = False
@@ -147,11 +148,10 @@ class HotPool:
             self.policy.land(landed.uploads)
             has_changed = True
         uploads = list[Upload]()
-        if self._learned is not None:
-            self.policy.observe(self._learned)
+        if learned is not None:
+            self.policy.observe(learned)
             # No more copies than the last steps' could be made in time.
             uploads = [] if self._on_the_way else self.policy.decide()
-            self._learned = None
         if has_changed or uploads:
             self._write_map()
         if uploads:
@@ -160,13 +160,20 @@ class HotPool:
             self._on_the_way.append(_OnTheWay(uploads, self._copies.mark()))
 
     def finished(self, num_rows: int) -> None:
-        """Take what a step picked: called when the step is over."""
-        if not self._has_begun:
-            return
+        """Note that a step is over. What it picked is looked at when the next one was launched: until then the GPU
+        waits."""
+        if self._has_begun:
+            self._finished_rows = num_rows
+
+    def _take_picks(self) -> npt.NDArray[np.int64] | None:
+        """The picks of the step that is over, [L, E]; None for one that is not to be learned from."""
+        rows, self._finished_rows = self._finished_rows, 0
+        if not rows:
+            return None
         picks = self._host_picks.numpy()
-        if num_rows <= self.max_rows:
-            self._learned = picks - self._before
+        learned = picks - self._before if rows <= self.max_rows else None
         self._before[:] = picks
+        return learned
 
     def drain(self) -> None:
         """Wait for copies that are under way: their sources are about to go."""

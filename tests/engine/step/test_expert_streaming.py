@@ -17,7 +17,6 @@ from rich.console import Console
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import build_engine, plan_model
 from ktransformers.engine.step import expert_streaming as module
-from ktransformers.engine.step import hot
 from ktransformers.errors import KernelError
 from ktransformers.kernels.cpu import MoeKernel
 from ktransformers.operators.experts.split import CpuRate, PrefillRates
@@ -96,7 +95,7 @@ def test_a_streamed_prompt_gives_what_the_cpu_gives(config: EngineConfig) -> Non
 
 def test_a_streamed_prompt_uses_slots(config: EngineConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What lies in slots is not copied, and the prompt's result is what it is without them."""
-    monkeypatch.setattr(hot, "user_cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     ids, results, copied = prompt(100), [], []
     for slots in ("off", "5"):
         gpu = Gpu()

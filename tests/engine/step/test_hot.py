@@ -17,7 +17,6 @@ from rich.console import Console
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import build_engine, plan_model
-from ktransformers.engine.step import hot as module
 from ktransformers.errors import CapacityError, ConfigError, KernelError
 from ktransformers.optimize.report import print_plan
 from ktransformers.optimize.summary import parts_of
@@ -29,8 +28,9 @@ from tests.support.models.tiny_models import tiny_model, write_safetensors
 
 pytest.importorskip("triton")
 
-from ktransformers.engine.model.fingerprint import ModelIdentity
-from ktransformers.engine.step.hot import HotFile, HotGpu
+from ktransformers.engine.model.fingerprint import ModelDigests
+from ktransformers.engine.model.hot_file import HotFile
+from ktransformers.engine.step.hot import HotGpu
 from ktransformers.operators.experts.hot import HotPool
 from ktransformers.operators.experts.split import NEVER
 from ktransformers.operators.experts.streamed import ExpertPrefill
@@ -49,7 +49,7 @@ def _no_rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         prefill.threshold = NEVER
 
     monkeypatch.setattr("ktransformers.engine.step.expert_streaming.calibrate", calibrate)
-    monkeypatch.setattr(module, "user_cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_decoding_gives_what_the_cpu_gives_and_learns(config: EngineConfig, capl
     assert totals.uploads > 0
     assert (pool.policy.slot_of != first).any()
     assert (pool.slot_of.numpy() == pool.policy.slot_of).all()
-    scores, file = pool.policy.scores(), HotFile(engine.identified.sampled)
+    scores, file = pool.policy.scores(), HotFile(engine.identified.sampled.digests)
     engine.close()
     assert gpu.driver.pinned_ranges == {}
     learned = file.read()
@@ -126,8 +126,7 @@ def test_decoding_gives_what_the_cpu_gives_and_learns(config: EngineConfig, capl
 
 @pytest.mark.parametrize("text", ["{", '{"format": 0, "model": "", "scores": {}}', '{"format": 1}', "[]", "NaN"])
 def test_files_that_do_not_fit_are_left(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
-    names = dict.fromkeys(("description", "config", "tensors", "data"), "x")
-    file = HotFile(ModelIdentity(types=(), arithmetic={}, **names), tmp_path)
+    file = HotFile(ModelDigests("x", "x", "x"), tmp_path)
     assert file.read() == {}
     assert not caplog.records
     file.add({1: np.ones(2)})

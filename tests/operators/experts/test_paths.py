@@ -16,7 +16,7 @@ import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import plan_model
-from ktransformers.engine.step import expert_streaming, hot
+from ktransformers.engine.step import expert_streaming
 from ktransformers.engine.verify.layer_kinds import layer_kinds
 from ktransformers.kernels.triton.common.compiling import warmup
 from ktransformers.kernels.triton.quant.repack import GpuLayout
@@ -50,7 +50,7 @@ def _given_rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         prefill.rates, prefill.threshold = PrefillRates(1e-3, 0.0, FLAT, FLAT), max(THRESHOLD, prefill.least_rows)
 
     monkeypatch.setattr(expert_streaming, "calibrate", calibrate)
-    monkeypatch.setattr(hot, "user_cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")

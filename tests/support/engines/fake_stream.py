@@ -97,6 +97,12 @@ class FakeDriver:
 
         self.enqueue(copy)
 
+    def copy_and_tell(
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], address: int, value: int
+    ) -> None:
+        self.copy(targets, sources)
+        self.write_value(address, value)
+
     def synchronize(self) -> None:
         done = threading.Event()
         self._queue.put(done.set)

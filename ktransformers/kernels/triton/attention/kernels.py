@@ -26,8 +26,8 @@ alone: what a row gives does not depend on the rows beside it.
 from __future__ import annotations
 
 from ktransformers.kernels.triton.attention.kv_codes import codes_of, factor_and_scale, magnitude, widened
+from ktransformers.kernels.triton.common.arrival import arrive_last
 from ktransformers.kernels.triton.common.runtime import jit, tl
-from ktransformers.kernels.triton.linear.matmul import arrive_last
 
 __all__ = ["decode_kernel", "prefill_kernel", "reduce_kernel"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ktransformers.kernels.triton.common.arrival import arrive_last
 from ktransformers.kernels.triton.common.bits import ONE
 from ktransformers.kernels.triton.common.elementwise import activated
 from ktransformers.kernels.triton.common.runtime import jit, tl, triton
@@ -17,7 +18,7 @@ from ktransformers.kernels.triton.experts.matrices import (
 from ktransformers.kernels.triton.experts.workspace import DOWN_ROWS, MoeWorkspace
 from ktransformers.kernels.triton.linear.block_int16_gemv import is_strided
 from ktransformers.kernels.triton.linear.linear import warps_for
-from ktransformers.kernels.triton.linear.matmul import arrive_last, gemv_pair, gemv_tile
+from ktransformers.kernels.triton.linear.matmul import gemv_pair, gemv_tile
 from ktransformers.kernels.triton.quant.block_int16 import PairOrder, quantize_block_int16, store_block_int16
 from ktransformers.kernels.triton.quant.repack import GpuLayout
 from ktransformers.kernels.triton.quant.tables import tables

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ktransformers.kernels.cpu.router import RouterSpec
+from ktransformers.kernels.triton.common.arrival import arrive_last
 from ktransformers.kernels.triton.common.elementwise import check_float
 from ktransformers.kernels.triton.common.runtime import jit, power_of_two, tl
-from ktransformers.kernels.triton.linear.matmul import arrive_last
 
 __all__ = ["MAX_ROUTED_ROWS", "Chosen", "SlotSplit", "route_rows", "topk_router"]
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ktransformers.kernels.triton.common.arrival import arrive_last
 from ktransformers.kernels.triton.common.bits import ONE
 from ktransformers.kernels.triton.common.elementwise import activation_value
 from ktransformers.kernels.triton.common.runtime import jit, power_of_two, tl, triton
-from ktransformers.kernels.triton.linear.matmul import arrive_last, dot_tile, gemv_tile
+from ktransformers.kernels.triton.linear.matmul import dot_tile, gemv_tile
 from ktransformers.kernels.triton.quant.dequant import check_matrix, runs_ahead
 from ktransformers.kernels.triton.quant.repack import GpuLayout, has_gemv
 from ktransformers.kernels.triton.quant.tables import tables

@@ -27,7 +27,7 @@ from ktransformers.kernels.triton.quant.dequant import (
 )
 from ktransformers.kernels.triton.quant.gemv_inputs import group_inputs, pair
 
-__all__ = ["arrive_last", "dot_tile", "dot_tile_pair", "gemv_pair", "gemv_tile"]
+__all__ = ["dot_tile", "dot_tile_pair", "gemv_pair", "gemv_tile"]
 
 
 @jit
@@ -278,17 +278,3 @@ def dot_tile_pair(x_rows, x_mask, gate, up, n0, one, tables, first, last, GATE: 
         w = weight_tile(up, step * BK, n, n < N, one, tables, UP, LAYOUT, K, N, BK, dtype, WARPS)
         u = tl.dot(x, apart(w, U), u)
     return together(g, G), together(u, U)
-
-
-@jit
-def arrive_last(counter, count):
-    """Count this program in; whether it is the last of `count` to come here: that one finds what the others stored
-    before.
-
-    The counter is 0 before and after. Loads of the others' results must bypass L1 (cache_modifier ".cg").
-    """
-    tl.debug_barrier()  # the stores of all threads of this program come before its arrival
-    is_last = tl.atomic_add(counter, 1, sem="acq_rel") == count - 1
-    if is_last:
-        tl.store(counter, 0)
-    return is_last

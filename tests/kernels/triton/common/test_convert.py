@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ktransformers.kernels.triton.common.convert import convert_rows
+from ktransformers.kernels.transfer.cuda import CudaDriver
+from ktransformers.kernels.triton.common.convert import Notice, convert_rows
 
 
 @pytest.mark.parametrize("hidden", [1, 24, 2880])
@@ -39,6 +40,22 @@ def test_pinned_memory_on_both_sides(device):
     convert_rows([target], [middle])
     torch.cuda.synchronize()
     assert torch.equal(target, source.bfloat16())
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (1, 2880), (5, 2048)], ids=str)
+def test_a_notice_is_given_behind_all_that_is_copied_and_can_be_given_again(shape, device):
+    is_cuda = device.type == "cuda"
+    word = torch.zeros(1, dtype=torch.int32, pin_memory=is_cuda)
+    target = torch.zeros(shape, pin_memory=is_cuda)
+    address = CudaDriver(device).device_address(word) if is_cuda else word.data_ptr()
+    counter = torch.zeros(1, dtype=torch.int32, device=device)
+    for number in (1, 3 << 21 | 1 << 20 | 5):
+        source = torch.full(shape, float(number), device=device)
+        convert_rows([target], [source], Notice(counter, address, number))
+        while word.item() != number:  # not a wait for the device: the word is all that is waited for
+            assert is_cuda, "the word was not written"
+        assert torch.equal(target, torch.full(shape, float(number)))
+        assert counter.item() == 0
 
 
 def test_arguments(device):

@@ -1,0 +1,67 @@
+"""What was learned of the experts of a model: how often each was picked, in a file that is named after the model.
+
+It lies in the user's cache folder. The next start fills its slots by it, and planning divides a GPU's room by it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ktransformers.engine.model.fingerprint import ModelDigests
+from ktransformers.system.user_folders import user_cache_dir
+
+__all__ = ["HotFile"]
+
+Floats = npt.NDArray[np.float64]
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = 1
+_DIGITS = 3
+
+
+class HotFile:
+    """The file of what was learned of one model's experts: {number of a layer: scores [E]}."""
+
+    def __init__(self, model: ModelDigests, folder: Path | None = None) -> None:
+        self._model = f"{model.config} {model.tensors} {model.data}"
+        name = hashlib.sha256(self._model.encode()).hexdigest()[:20]
+        self.path = (folder or user_cache_dir()) / "hot-experts" / f"{name}.json"
+
+    def read(self) -> dict[int, Floats]:
+        """Return what the file holds; nothing, with one line in the log, for one that is of something else or
+        damaged."""
+        try:
+            held = json.loads(self.path.read_text())
+            if (held["format"], held["model"]) != (_FORMAT, self._model):
+                logger.warning("%s is of another model or version: which experts are hot is learned anew", self.path)
+                return {}
+            scores = {int(layer): np.array(scores, np.float64) for layer, scores in held["scores"].items()}
+            if any(each.ndim != 1 or not np.isfinite(each).all() or (each < 0.0).any() for each in scores.values()):
+                raise ValueError("scores must be numbers, and not negative")
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            logger.warning("%s cannot be used (%r): which experts are hot is learned anew", self.path, error)
+            return {}
+        return scores
+
+    def add(self, scores: Mapping[int, Floats]) -> None:
+        """Keep `scores` in the file, in the place of those of the same layers; where that cannot be, one line says
+        so."""
+        merged = {layer: each.round(_DIGITS).tolist() for layer, each in {**self.read(), **scores}.items()}
+        temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps({"format": _FORMAT, "model": self._model, "scores": merged}))
+            temporary.replace(self.path)
+        except OSError as error:
+            logger.info("%s cannot be written (%s): which experts are hot is learned at every start", self.path, error)
