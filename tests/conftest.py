@@ -17,6 +17,8 @@ import torch
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background, and servers would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # torch's threads would spin on the cores of the other workers
+    torch.set_num_threads(max((os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]), 1))
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     if importlib.util.find_spec("triton") is not None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from benchmarks.peers.work import ModelWork
 from ktransformers.bench.servers.weights import Weights, weights_of
 from ktransformers.config import DEMO_MODEL_PATH
 from ktransformers.kernels import cpu
-from ktransformers.kernels.cpu import base
+from ktransformers.kernels.cpu import base, limits
 from ktransformers.kernels.types import QuantType
 from ktransformers.weights.gguf.file import open_gguf
 
@@ -47,6 +48,15 @@ def answer(words):
 
 answer_questions(answer)
 """
+
+
+@pytest.fixture(autouse=True)
+def quick_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for what the machine can do at best."""
+    read, peak = limits.read_bandwidth, limits.int8_peak
+    monkeypatch.setattr(limits, "read_bandwidth", partial(read, nbytes=1 << 20, repeats=1))
+    monkeypatch.setattr(limits, "int8_peak", partial(peak, repeats=1))
+    monkeypatch.setattr(limits, "bf16_peak", partial(limits.bf16_peak, repeats=1))
 
 
 def fake_peer(folder: Path, name: str = "llama.cpp") -> PeerProcess:

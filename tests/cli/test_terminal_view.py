@@ -35,7 +35,7 @@ from tests.support.servers.terminal import PROGRAM, TIMEOUT, Terminal
 XTERM = {"TERM": "xterm"}
 NEVER = 1e9  # seconds
 CODE = "".join(
-    f"{'    ' * (n % 5)}value_{n} = compute(`{n}`, '#', {'long_argument, ' * (n % 9)}2*3*4)\n" for n in range(60)
+    f"{'    ' * (n % 5)}value_{n} = compute(`{n}`, '#', {'long_argument, ' * (n % 9)}2*3*4)\n" for n in range(18)
 )
 PROSE = "The quick brown fox, who is *very* fast, jumps over the lazy dog and then over `another one`; so it goes. "
 ANSWERS = {

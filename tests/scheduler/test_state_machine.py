@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -179,7 +180,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert (stats.num_running, stats.num_waiting, stats.num_used_pages) == (0, 0, 0)
 
 
-TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(
-    max_examples=250, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+SETTINGS = settings(stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+class TestScheduler(SchedulerMachine.TestCase):
+    settings = settings(SETTINGS, max_examples=80)
+
+
+@pytest.mark.exhaustive
+class TestSchedulerForLonger(SchedulerMachine.TestCase):
+    settings = settings(SETTINGS, max_examples=250)

@@ -28,7 +28,9 @@ PERSON = {
 @pytest.fixture(scope="module")
 def balanced() -> Iterator[ServerProcess]:
     """Few pages for what is asked: requests wait, and throw each other out."""
-    with ServerProcess("--model_name", "demo", "--cache_lens", "1536", "--max_batch_size", "32") as process:
+    with ServerProcess(
+        "--model_name", "demo", "--cache_lens", "1536", "--max_batch_size", "32", "--no-spare_engine"
+    ) as process:
         yield process
 
 

@@ -49,7 +49,7 @@ def tiny(model_type: str, folder: Path) -> EngineConfig:
     return EngineConfig(model_path=write_safetensors(model, folder), cpu_infer=1, cache_lens=1024, self_check=False)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @pytest.mark.parametrize("model_type", [*ATTENTION_TYPES, *LATENT_TYPES, *POOLED_TYPES, *RECURRENT_TYPES])
 def test_drafting_changes_no_answer(model_type: str, tmp_path: Path) -> None:
     params = [SamplingParams(max_tokens=40, ignore_eos=True, **one) for one in PARAMS]  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ Said = TokenEvent | PrefillChunk | KTransformersError
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_safetensors(tiny_model("qwen3_moe", seed=1), tmp_path_factory.mktemp("model"))
+    return write_safetensors(tiny_model("qwen3_moe", seed=1, layers=1), tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

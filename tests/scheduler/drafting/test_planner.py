@@ -56,6 +56,7 @@ def test_where_each_row_costs_a_step_none_are() -> None:
     assert total <= 1.01 * num_tokens + 24  # the prompt
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("second", [1.2, 1.5, 1.75, 2.0])
 def test_drafting_is_never_slower_by_more_than_a_hundredth(second: float) -> None:
     _, num_tokens, total = drafted(lambda rows: 1.0 + (second - 1) * (min(rows, 8) - 1), max_tokens=1000)
@@ -135,6 +136,7 @@ def planned_ahead(lost: float, second: float, seed: int, max_tokens: int = 300) 
     return loop.scheduler.stats().num_drafted, total
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("seed", [2, 5])
 @pytest.mark.parametrize("second", [1.02, 1.2, 1.75])
 @pytest.mark.parametrize("lost", [0.1, 0.5, 2.0])

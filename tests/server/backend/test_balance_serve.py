@@ -38,7 +38,7 @@ NUM_REQUESTS = 64
 
 @pytest.fixture(scope="module")
 def balanced() -> Iterator[ServerProcess]:
-    with ServerProcess(*FLAGS, "--cache_lens", "8192", "--max_batch_size", "8") as process:
+    with ServerProcess(*FLAGS, "--cache_lens", "8192", "--max_batch_size", "8", "--no-spare_engine") as process:
         yield process
 
 
