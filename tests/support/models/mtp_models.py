@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from tests.support.gguf.writer import write_gguf
 from tests.support.models.recurrent_models import recurrent_model
 from tests.support.models.tiny_models import random_model, tiny_model, write_safetensors
 
-__all__ = ["GGUF_MTP_TYPES", "MTP_TYPES", "TinyMtp", "tiny_mtp", "write_mtp", "write_mtp_gguf"]
+__all__ = ["GGUF_MTP_TYPES", "MTP_TYPES", "TinyMtp", "stored_mtp", "tiny_mtp", "write_mtp", "write_mtp_gguf"]
 
 GGUF_MTP_TYPES = ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe_text")
 MTP_TYPES = (*GGUF_MTP_TYPES, "qwen3_moe")
@@ -85,6 +86,24 @@ def tiny_mtp(model_type: str, seed: int = 0, *, is_dense: bool = False, **values
             norm.weight.copy_(1 + 0.1 * torch.randn(norm.weight.shape, generator=generator))
         size = block.eh_proj.weight.shape
         block.eh_proj.weight.copy_(torch.randn(size, generator=generator) * size[1] ** -0.5)
+    return TinyMtp(main, mtp, layer)
+
+
+def stored_mtp(main: PreTrainedModel, stored: Mapping[str, torch.Tensor]) -> TinyMtp:
+    """A model, and its layer without experts from tensors in the names of Qwen's checkpoints."""
+    layer = random_model(_one_layer(main.config, is_dense=True), 0)
+    mtp: Any = MtpModel(layer, 1).float().eval()
+    mtp.tie_with_main_model(main)
+    block: Any = mtp.layers[0]
+    prefixes = {"mtp.layers.0.": "mtp_block.", "mtp.norm.": "post_norm."}
+    prefixes |= {f"mtp.{theirs}.": f"{ours}." for theirs, ours in _OF_TOP.items()}
+    renamed = {
+        ours + name.removeprefix(theirs): tensor
+        for name, tensor in stored.items()
+        for theirs, ours in prefixes.items()
+        if name.startswith(theirs)
+    }
+    block.load_state_dict(renamed)
     return TinyMtp(main, mtp, layer)
 
 
