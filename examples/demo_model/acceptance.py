@@ -51,6 +51,8 @@ def right_drafts(
 
 def acceptance(folder: Path, skills: Sequence[str], count: int, seed: int, threads: int) -> dict[str, list[float]]:
     """By way of drawing, and depth: the share of draft tokens that are right, where those before are."""
+    if threads:
+        torch.set_num_threads(threads)
     model = DemoModel(Shape())
     model.load_hf_state(load_file(folder / "model.safetensors"))
     layer = MtpLayer(Shape(), model)

@@ -84,11 +84,12 @@ def test_it_is_right_and_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> N
         for one, other in zip(plain[way], drafted[way], strict=True):
             assert (one.token_ids, one.text, one.logprobs) == (other.token_ids, other.text, other.logprobs), way
             assert one.stats.num_drafted == 0
-    counted = {
-        way: (sum(one.stats.num_accepted for one in outputs), sum(one.stats.num_drafted for one in outputs))
-        for way, outputs in drafted.items()
-    }
-    assert all(accepted > drafted_count / 3 for accepted, drafted_count in counted.values()), counted
+    for way, outputs in drafted.items():
+        num_drafted, num_accepted = (
+            sum(getattr(one.stats, name) for one in outputs) for name in ("num_drafted", "num_accepted")
+        )
+        least = 0.2 if way == "schema" else 0.4  # what a grammar allows behind the next token is not known
+        assert num_accepted > least * num_drafted, f"{way}: {num_accepted} of {num_drafted}"
 
 
 def test_transformers_opens_the_model_as_without_it() -> None:
