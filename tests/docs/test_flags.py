@@ -20,7 +20,9 @@ OTHERS = {
     "pip": "find_links force_reinstall index_url no_deps no_index version platform",
     "ray and numactl": "address cpunodebind head membind num_cpus resources",
     "pytest": "exhaustive random_cases",
-    "scripts of this repository": "backend check checkpoint count drafts gpus minutes skills smoke steps tokenizer weights",
+    "scripts of this repository": (
+        "backend check checkpoint count drafts gpus minutes skills smoke steps tokenizer weights"
+    ),
     "benchmarks of this repository": "between_us drafter from kv_types peer_format streams texts tokens tune types",
     "vLLM, Claude Code, node": "enable_prompt_tokens_details preload from_file system_prompt",
 }
