@@ -1,8 +1,9 @@
 """What draft tokens gain, and what they cost where they gain nothing: the same answers with them and without.
 
-A model answers three kinds of prompts, alternately with --speculative ngram and off, so that what else the machine does
-meets both: "code" is code that is repeated (a grammar holds the answer to that, since small models cannot), "text" is
-drawn at temperature 0.8, and "noise" at one at which hardly anything repeats. On the CPU tokens must be equal, `==`; on
+A model answers four kinds of prompts, alternately with --speculative off and each of --drafter, so that what else the
+machine does meets all of them: "code" is code that is repeated (a grammar holds the answer to that, since small models
+cannot), "text" is drawn at temperature 0.8, "noise" at one at which hardly anything repeats, and "chat" are questions
+that the bundled model knows, in its template, at 0.8. On the CPU tokens must be equal, `==`; on
 GPUs it is counted how many answers are others. The bound is what steps allow: an answer of n tokens of which a were
 accepted takes n - a steps, so that it would be n / (n - a) times as fast if a step took the same with draft tokens.
 
@@ -15,8 +16,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import TypeAlias
@@ -55,19 +57,30 @@ _CODE = """class Stack:
         return self.items[-1]
 """
 _TEXT = "Tell me about the sea and the history of ships."
-_PROMPTS: dict[str, tuple[str, SamplingParams]] = {
+_QUESTIONS = (
+    "73 meters is how many centimeters?",
+    "What does recursive mean in a rule?",
+    "Write this list backwards: beach, pocket, clock, ocean, comet, peach, pepper, sand",
+    "What are you?",
+    "Write this list as a JSON array: forest, candle, butter, rabbit",
+    "What is --backend_type?",
+)
+_PROMPTS: dict[str, tuple[tuple[str, ...], SamplingParams]] = {
     "code": (
-        f"This code:\n{_CODE}\nThe same code again:\n",
+        (f"This code:\n{_CODE}\nThe same code again:\n",),
         SamplingParams(temperature=0.0, constraint=Constraint(ConstraintKind.CHOICE, json.dumps([_CODE]))),
     ),
-    "text": (_TEXT, SamplingParams(temperature=0.8, ignore_eos=True)),
-    "noise": (_TEXT, SamplingParams(temperature=2.0, ignore_eos=True)),
+    "text": ((_TEXT,), SamplingParams(temperature=0.8, ignore_eos=True)),
+    "noise": ((_TEXT,), SamplingParams(temperature=2.0, ignore_eos=True)),
+    "chat": (_QUESTIONS, SamplingParams(temperature=0.8)),
 }
+_DRAFTERS = ("ngram", "mtp")
 _COLUMNS = (
     Column("prompts", 7),
     Column("streams", 7),
+    Column("drafter", 7),
     Column("off_ms", 8, ".3f", "off ms"),
-    Column("ms", 8, ".3f", "ngram ms"),
+    Column("ms", 8, ".3f", "ms"),
     Column("ratio", 8, ".2f", "x faster"),
     Column("bound", 7, ".2f"),
     Column("accepted", 8),
@@ -85,7 +98,8 @@ class SpeculativeWork:
     """What to measure: `config`'s model, or random weights in the shape `synthetic` with `layers` of its layers.
 
     streams: answers at once. repeats: pairs of answers per figure. accepts: of a shape, how likely a draft token is
-    right. prompt_len: of a shape, tokens before the answers. routing: of a shape, how tokens choose experts.
+    right. prompt_len: of a shape, tokens before the answers. routing: of a shape, how tokens choose experts. drafters:
+    what is compared with no draft tokens.
     """
 
     config: EngineConfig
@@ -96,12 +110,16 @@ class SpeculativeWork:
     accepts: Sequence[float] = ()
     prompt_len: int = 64
     routing: str = "even"
+    drafters: Sequence[str] = _DRAFTERS[:1]
 
 
 def _answers(llm: LLM, kind: str, num_streams: int, max_tokens: int, seed: int) -> Answers:
-    prompt, asked = _PROMPTS[kind]
+    prompts, asked = _PROMPTS[kind]
     params = [replace(asked, max_tokens=max_tokens, seed=seed + i) for i in range(num_streams)]
-    return _timed(llm.generate([prompt] * num_streams, params))
+    given = [prompts[(seed + i) % len(prompts)] for i in range(num_streams)]
+    if prompts is _QUESTIONS:
+        return _timed(llm.chat([[{"role": "user", "content": question}] for question in given], params))
+    return _timed(llm.generate(given, params))
 
 
 def _known_answers(llm: LLM, known: KnownAnswers, params: SamplingParams, num_streams: int, seed: int) -> Answers:
@@ -115,36 +133,56 @@ def _timed(outputs: list[RequestOutput]) -> Answers:
     return max(output.stats.decode_seconds for output in outputs), outputs
 
 
+@dataclass(slots=True)
+class _Pairs:
+    """Answers without draft tokens and with those of one drafter, in milliseconds a token, and what was drafted."""
+
+    off: list[float] = field(default_factory=list)
+    on: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_other: int = 0
+
+    def add(self, plain: Answers, drafting: Answers, num_other: int) -> None:
+        """Count a pair. num_other: how many of its answers are others."""
+        for times, (seconds, outputs) in ((self.off, plain), (self.on, drafting)):
+            times.append(seconds / max(len(one.token_ids) for one in outputs) * 1e3)
+        got = drafting[1]
+        self.num_tokens += sum(len(one.token_ids) for one in got)
+        self.num_drafted += sum(one.stats.num_drafted for one in got)
+        self.num_accepted += sum(one.stats.num_accepted for one in got)
+        self.num_other += num_other
+
+    def row(self) -> Row:
+        """The figures of a line of the table."""
+        return {
+            "off_ms": median(self.off),
+            "ms": median(self.on),
+            "ratio": median(before / after for before, after in zip(self.off, self.on, strict=True)),
+            "bound": self.num_tokens / (self.num_tokens - self.num_accepted),
+            "accepted": self.num_accepted,
+            "drafted": self.num_drafted,
+            "other": self.num_other,
+        }
+
+
 def _compare(
-    plain: Callable[[int], Answers], drafting: Callable[[int], Answers], repeats: int, *, is_exact: bool
-) -> Row:
-    """The figures of a line of the table. plain, drafting: answer, by a seed. Raises EngineError when an answer is
-    another one with draft tokens, where that cannot be."""
-    off, on = list[float](), list[float]()
-    num_tokens = num_drafted = num_accepted = num_other = 0
+    plain: Callable[[int], Answers], drafting: Mapping[str, Callable[[int], Answers]], repeats: int, *, is_exact: bool
+) -> dict[str, Row]:
+    """The figures of each drafter. plain, drafting: answer, by a seed. Raises EngineError when an answer is another one
+    with draft tokens, where that cannot be."""
+    pairs = {name: _Pairs() for name in drafting}
     for seed in range(1 + repeats):
-        (seconds, want), (other, got) = plain(seed), drafting(seed)
-        num_different = sum(one.token_ids != two.token_ids for one, two in zip(want, got, strict=True))
-        if num_different and is_exact:
-            raise EngineError(f"seed {seed}: an answer is another one with draft tokens")
-        if not seed:
-            continue  # what was never run before is slower
-        longest = [max(len(one.token_ids) for one in outputs) for outputs in (want, got)]
-        off.append(seconds / longest[0] * 1e3)
-        on.append(other / longest[1] * 1e3)
-        num_tokens += sum(len(one.token_ids) for one in got)
-        num_drafted += sum(one.stats.num_drafted for one in got)
-        num_accepted += sum(one.stats.num_accepted for one in got)
-        num_other += num_different
-    return {
-        "off_ms": median(off),
-        "ms": median(on),
-        "ratio": median(before / after for before, after in zip(off, on, strict=True)),
-        "bound": num_tokens / (num_tokens - num_accepted),
-        "accepted": num_accepted,
-        "drafted": num_drafted,
-        "other": num_other,
-    }
+        want = plain(seed)
+        for name, answer in drafting.items():
+            got = answer(seed)
+            num_other = sum(one.token_ids != two.token_ids for one, two in zip(want[1], got[1], strict=True))
+            if num_other and is_exact:
+                raise EngineError(f"seed {seed}: an answer is another one with draft tokens of {name}")
+            if seed:  # what was never run before is slower
+                pairs[name].add(want, got, num_other)
+    return {name: one.row() for name, one in pairs.items()}
 
 
 def _loaded(config: EngineConfig, opened: OpenedModel, num_streams: int) -> LLM:
@@ -154,19 +192,24 @@ def _loaded(config: EngineConfig, opened: OpenedModel, num_streams: int) -> LLM:
 
 
 def _of_texts(work: SpeculativeWork, num_streams: int, table: FigureTable) -> None:
-    """Add a line for each kind of prompts. Two models are loaded, of which one drafts."""
+    """Add lines for each kind of prompts. The model is loaded without draft tokens, and once with each drafter."""
 
     def load(speculative: str) -> LLM:
         config = replace(work.config, speculative=speculative)
         return _loaded(config, open_model(config), num_streams)
 
     max_tokens = work.config.max_new_tokens
-    with load("off") as plain, load("ngram") as drafting:
-        is_exact = not drafting.engine.uses_gpus
+    with ExitStack() as loaded:
+        plain = loaded.enter_context(load("off"))
+        drafting = {name: loaded.enter_context(load(name)) for name in work.drafters}
         for kind in _PROMPTS:
-            ways = [partial(_answers, llm, kind, num_streams, max_tokens) for llm in (plain, drafting)]
-            figures = _compare(ways[0], ways[1], work.repeats, is_exact=is_exact)
-            table.add({"prompts": kind, "streams": num_streams, **figures})
+            off, *others = (
+                partial(_answers, llm, kind, num_streams, max_tokens) for llm in (plain, *drafting.values())
+            )
+            ways = dict(zip(drafting, others, strict=True))
+            figures = _compare(off, ways, work.repeats, is_exact=not plain.engine.uses_gpus)
+            for name, row in figures.items():
+                table.add({"prompts": kind, "streams": num_streams, "drafter": name, **row})
 
 
 def _of_shape(work: SpeculativeWork, num_streams: int, table: FigureTable) -> None:
@@ -184,8 +227,8 @@ def _of_shape(work: SpeculativeWork, num_streams: int, table: FigureTable) -> No
                 partial(_known_answers, llm, known, params, num_streams)
                 for params in (replace(asked, max_drafts=0), asked)
             )
-            figures = _compare(plain, drafting, work.repeats, is_exact=True)
-            table.add({"prompts": f"{accept:g}", "streams": num_streams, **figures})
+            figures = _compare(plain, {"ngram": drafting}, work.repeats, is_exact=True)["ngram"]
+            table.add({"prompts": f"{accept:g}", "streams": num_streams, "drafter": "ngram", **figures})
 
 
 def bench_speculative(work: SpeculativeWork) -> Record:
@@ -215,7 +258,12 @@ def _speculative(args: argparse.Namespace) -> int:
     set_up_logging(args.log_level)
     check_between(args, repeats=1000)
     if args.speculative != SPECULATIVES[0]:
-        raise ConfigError("this compares --speculative ngram with off: leave it out")
+        raise ConfigError("this compares --drafter with --speculative off: leave --speculative out")
+    drafters = tuple(args.drafter.split(","))
+    if unknown := [name for name in drafters if name not in _DRAFTERS]:
+        raise ConfigError(f"--drafter {unknown[0]}: give {', '.join(_DRAFTERS)}, or both with a comma between")
+    if args.synthetic is not None and drafters != _DRAFTERS[:1]:
+        raise ConfigError("--drafter is of a model: draft tokens of a --synthetic shape are known beforehand")
     of_shapes = args.accept, args.prompt_len, args.routing
     if args.synthetic is None and any(value is not None for value in of_shapes):
         raise ConfigError("--accept, --prompt_len and --routing are of a --synthetic shape; texts have their own")
@@ -226,7 +274,7 @@ def _speculative(args: argparse.Namespace) -> int:
     prompt_len = 64 if args.prompt_len is None else args.prompt_len
     check_range("prompt_len", prompt_len, 1, 1 << 20)
     shape = args.synthetic, args.layers, accepts, prompt_len, args.routing or "even"
-    work = SpeculativeWork(config, streams, args.repeats, *shape)
+    work = SpeculativeWork(config, streams, args.repeats, *shape, drafters)
     return print_record("speculative", args.json, partial(bench_speculative, work))
 
 
@@ -238,6 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_model_argument(parser)
     group.add_argument("--streams", default="1,16", help="answers at once (%(default)s)")
     group.add_argument("--repeats", type=int, default=9, help="pairs of answers per figure (%(default)s)")
+    group.add_argument("--drafter", default="ngram", metavar="NAME,NAME", help="ngram, mtp or both (%(default)s)")
     group.add_argument("--synthetic", metavar="SHAPE", help=f"random weights: {', '.join(SHAPE_NAMES)}")
     group.add_argument("--layers", type=int, help="layers of SHAPE; default: all of them")
     group.add_argument("--accept", metavar="P,P,...", help="of SHAPE: how likely a draft token is right (0.8)")

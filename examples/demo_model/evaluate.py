@@ -2,6 +2,7 @@
 
     python examples/demo_model/evaluate.py --backend ktransformers    # our engine, from the GGUF
     python examples/demo_model/evaluate.py --backend transformers     # Hugging Face, from the safetensors
+    python examples/demo_model/evaluate.py --drafts --count 10        # instead: how often draft tokens are right
 
 An answer counts when its text, tool calls included, equals the expected one to the last character and ends there.
 The tasks are those that training never saw (see generators/base.py). The last line is JSON.
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from acceptance import acceptance
 from generators import SKILLS, evaluation
 from render import answer_text
 
@@ -88,6 +90,15 @@ def score(answer: Answerer, skill: str, count: int, seed: int, show: int) -> flo
     return right / len(cases)
 
 
+def score_drafts(options: argparse.Namespace) -> dict[str, float]:
+    """Print and return the share of draft tokens that are right where those before are, by way of drawing and depth."""
+    found = acceptance(options.model or CHECKPOINT, options.skills, options.count, options.seed, options.threads)
+    for name, shares in found.items():
+        print(f"{name:8}", *(f"depth {depth}: {100 * share:5.1f} %" for depth, share in enumerate(shares, 1)), sep="  ")
+    print(json.dumps({"drafts": found, "count": options.count, "seed": options.seed}))
+    return {f"{name} {depth}": share for name, shares in found.items() for depth, share in enumerate(shares, 1)}
+
+
 def main(arguments: list[str] | None = None) -> dict[str, float]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", choices=("ktransformers", "transformers"), default="ktransformers")
@@ -97,7 +108,10 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     parser.add_argument("--skills", nargs="*", choices=tuple(SKILLS), default=list(SKILLS))
     parser.add_argument("--threads", type=int, default=0, help="worker threads of our engine; 0: one per core")
     parser.add_argument("--show", type=int, default=0, help="wrong answers to print per skill")
+    parser.add_argument("--drafts", action="store_true", help="score draft tokens of the model's own layer instead")
     options = parser.parse_args(arguments)
+    if options.drafts:
+        return score_drafts(options)
     if options.backend == "ktransformers":
         answer = ktransformers_backend(options.model or DEMO_MODEL_PATH, options.threads)
     else:

@@ -19,6 +19,7 @@ from benchmarks.fidelity.kv import divergences
 from benchmarks.known_answers import KnownAnswers
 from ktransformers.kernels.cpu import limits
 from ktransformers.scheduler.drafting.row_costs import RowCosts
+from tests.support.models.demo import DEMO_CHECKPOINT
 from tests.support.servers.fake_speed_server import FakeServerProcess, http_server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,13 +60,23 @@ def equal_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("equal_steps")
 def test_speculative(capsys: pytest.CaptureFixture[str]) -> None:
     text, record = run(capsys, "speculative", "--repeats", "1", "--streams", "1", "--max_new_tokens", "150")
-    code, drawn, noise = record["rows"]
-    assert [row["prompts"] for row in record["rows"]] == ["code", "text", "noise"]
+    code, drawn, noise, _ = record["rows"]
+    assert [row["prompts"] for row in record["rows"]] == ["code", "text", "noise", "chat"]
+    assert {row["drafter"] for row in record["rows"]} == {"ngram"}
     assert code["bound"] > 3
     assert 0 < code["accepted"] <= code["drafted"]
     assert code["off_ms"] > 0 < code["ms"]
     assert drawn["bound"] >= 1.0 <= noise["bound"]
     assert "x faster" in text
+
+
+@pytest.mark.usefixtures("equal_steps")
+def test_speculative_with_both_drafters(capsys: pytest.CaptureFixture[str]) -> None:
+    work = ("--repeats", "1", "--streams", "1", "--max_new_tokens", "60", "--drafter", "ngram,mtp")
+    _, record = run(capsys, "speculative", "--model_path", str(DEMO_CHECKPOINT), *work)
+    kinds = [(row["prompts"], row["drafter"]) for row in record["rows"]]
+    assert kinds == [(kind, name) for kind in ("code", "text", "noise", "chat") for name in ("ngram", "mtp")]
+    assert all(row["off_ms"] > 0 < row["ms"] for row in record["rows"])
 
 
 @pytest.mark.usefixtures("equal_steps")

@@ -23,6 +23,8 @@ from ktransformers.errors import CapacityError, ConfigError, WeightError
 from ktransformers.kernels.types import QuantType as T
 from tests.support.gguf.converting import contents, quantized, tensors
 from tests.support.models.demo import DEMO_CHECKPOINT, DEMO_GGUF
+from tests.support.models.mtp_models import tiny_mtp, write_mtp
+from tests.support.models.tiny_models import write_safetensors
 
 ROWS, COLS = 24, 512
 
@@ -297,3 +299,17 @@ def test_a_task_from_safetensors_says_how_many_bits(tmp_path: Path) -> None:
     assert sum(done.types.values()) == sum(sizes.values())
     assert done.nbytes == (tmp_path / "demo.gguf").stat().st_size
     assert 4.5 < done.bits_per_weight < 5.5
+
+
+def test_a_layer_that_drafts_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Said once; the file is the same as of the model without it."""
+    tiny = tiny_mtp("qwen3_moe")
+    caplog.set_level(logging.INFO)
+    quantized(write_mtp(tiny, tmp_path / "with"), tmp_path / "with.gguf")
+    assert len(re.findall(r"\d+ tensors of the layer for multi-token prediction are left out", caplog.text)) == 1
+    caplog.clear()
+    quantized(write_safetensors(tiny.main, tmp_path / "without"), tmp_path / "without.gguf")
+    assert "multi-token prediction" not in caplog.text
+    wanted, got = (tensors(tmp_path / f"{name}.gguf") for name in ("without", "with"))
+    assert got.keys() == wanted.keys()
+    assert all((got[name][2] == data).all() for name, (_, _, data) in wanted.items())

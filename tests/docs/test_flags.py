@@ -20,8 +20,10 @@ OTHERS = {
     "pip": "find_links force_reinstall index_url no_deps no_index version platform",
     "ray and numactl": "address cpunodebind head membind num_cpus resources",
     "pytest": "exhaustive random_cases",
-    "scripts of this repository": "backend check gpus minutes smoke tokenizer weights",
-    "benchmarks of this repository": "between_us from kv_types peer_format texts tokens tune types",
+    "scripts of this repository": (
+        "backend check checkpoint count drafts gpus minutes skills smoke steps tokenizer weights"
+    ),
+    "benchmarks of this repository": "between_us drafter from kv_types peer_format streams texts tokens tune types",
     "vLLM, Claude Code, node": "enable_prompt_tokens_details preload from_file system_prompt",
 }
 """Flags of other programs that commands in docs use, without those that command lines here read as ours."""

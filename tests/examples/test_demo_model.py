@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,11 +14,12 @@ from types import ModuleType
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ktransformers.config import DEMO_MODEL_PATH
 from ktransformers.weights.gguf.file import open_gguf
 from tests.support.models.demo import DEMO_CHECKPOINT, DEMO_GGUF
+from tests.support.models.mtp_models import stored_mtp
 
 EXAMPLE = DEMO_CHECKPOINT.parent
 
@@ -88,7 +90,7 @@ def test_template_is_what_training_rendered() -> None:
 def test_shipped_files_are_small_and_agree() -> None:
     assert {f.name for f in DEMO_MODEL_PATH.iterdir()} == {"README.md", DEMO_GGUF.name}  # one copy in the wheel
     assert (
-        sum(f.stat().st_size for folder in (DEMO_MODEL_PATH, DEMO_CHECKPOINT) for f in folder.iterdir()) <= 40_000_000
+        sum(f.stat().st_size for folder in (DEMO_MODEL_PATH, DEMO_CHECKPOINT) for f in folder.iterdir()) <= 42_000_000
     )
     state = load_file(DEMO_CHECKPOINT / "model.safetensors")
     assert {t.dtype for t in state.values()} == {torch.bfloat16}
@@ -96,6 +98,49 @@ def test_shipped_files_are_small_and_agree() -> None:
     assert gguf_file.architecture == "qwen3moe"
     elements = sum(torch.Size(t.shape).numel() for t in gguf_file.tensors.values())
     assert elements == sum(t.numel() for t in state.values())
+
+
+def test_the_layer_that_drafts_computes_what_transformers_does() -> None:
+    """Three tokens deep, of what it gave before, at two places of a text."""
+    from model import DemoModel, Shape
+    from mtp import MtpLayer, hidden_states
+
+    stored = load_file(DEMO_CHECKPOINT / "mtp.safetensors")
+    oracle = stored_mtp(AutoModelForCausalLM.from_pretrained(DEMO_CHECKPOINT, dtype=torch.float32).eval(), stored)
+    model = DemoModel(Shape())
+    model.load_hf_state(load_file(DEMO_CHECKPOINT / "model.safetensors"))
+    layer = MtpLayer(Shape(), model)
+    layer.load_hf_state(stored)
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in layer.hf_state().items())
+    token_ids = list(range(50, 90))
+    for anchor in (10, 30):
+        known = token_ids[: anchor + 2]
+        wanted = oracle.drafts(known, 3)
+        text = torch.tensor([[*known, *(int(logits.argmax()) for logits in wanted)]])
+        with torch.no_grad():
+            hidden = hidden_states(model, text)
+            outs = layer(model.embed[text[:, 1:-1]], hidden[:, :-2], torch.tensor([[anchor]]))
+            for out, logits in zip(outs, wanted, strict=True):
+                assert torch.allclose(out[0, 0] @ model.embed.T, logits, atol=1e-3)
+
+
+@pytest.mark.exhaustive
+def test_smoke_training_of_the_layer_that_drafts(tmp_path: Path) -> None:
+    """By the seed alone; the model's file stays as it is, and the layer drafts."""
+    states = []
+    for name in ("one", "other"):
+        folder = Path(shutil.copytree(DEMO_CHECKPOINT, tmp_path / name))
+        sizes = ("--steps", "3", "--given", "12", "--own", "4", "--free", "2", "--rows", "512")
+        command = [sys.executable, str(EXAMPLE / "train_mtp.py"), "--checkpoint", str(folder), *sizes]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert (folder / "model.safetensors").read_bytes() == (DEMO_CHECKPOINT / "model.safetensors").read_bytes()
+        states.append(load_file(folder / "mtp.safetensors"))
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+    import evaluate
+
+    shares = evaluate.main(["--drafts", "--model", str(tmp_path / "one"), "--count", "1", "--skills", "spelling"])
+    assert shares.keys() == {f"{name} {depth}" for name in ("greedy", "0.8") for depth in (1, 2, 3)}
 
 
 @pytest.mark.exhaustive

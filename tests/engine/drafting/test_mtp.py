@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from transformers import AutoModelForCausalLM
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
@@ -24,7 +25,7 @@ from ktransformers.scheduler.drafting.prompt_lookup import PromptLookup
 from ktransformers.scheduler.drafting.row_costs import RowCosts
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
-from tests.support.models.mtp_models import MTP_TYPES, TinyMtp, tiny_mtp, write_mtp, write_mtp_gguf
+from tests.support.models.mtp_models import GGUF_MTP_TYPES, MTP_TYPES, TinyMtp, tiny_mtp, write_mtp, write_mtp_gguf
 from tests.support.models.tiny_models import NUM_EXPERTS, VOCAB_SIZE, tiny_model, write_safetensors
 
 PARAMS: list[dict[str, object]] = [
@@ -129,12 +130,19 @@ def test_drafts_are_those_of_transformers(model_type: str, tmp_path: Path, monke
         check_engine(engine, tiny, monkeypatch)
 
 
-@pytest.mark.parametrize("model_type", MTP_TYPES)
+@pytest.mark.parametrize("model_type", GGUF_MTP_TYPES)
 def test_drafts_are_those_of_transformers_from_a_gguf(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny = tiny_mtp(model_type)
     with engine_of(write_mtp_gguf(tiny, tmp_path / "tiny.gguf")) as engine:
+        check_engine(engine, tiny, monkeypatch)
+
+
+def test_drafts_of_a_layer_without_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model with experts, as the bundled one is."""
+    tiny = tiny_mtp("qwen3_moe", is_dense=True)
+    with engine_of(write_mtp(tiny, tmp_path)) as engine:
         check_engine(engine, tiny, monkeypatch)
 
 
@@ -164,6 +172,14 @@ def test_a_model_without_one_is_refused(tmp_path: Path) -> None:
     folder = write_safetensors(tiny_model("glm4_moe"), tmp_path)
     with pytest.raises(UnsupportedError, match=r"--speculative mtp: .*\(glm4_moe\) hold no layer for multi-token"):
         build_engine(EngineConfig(model_path=folder, cpu_infer=1, speculative="mtp"))
+
+
+def test_transformers_opens_a_model_with_one(tmp_path: Path) -> None:
+    """As the same model as without, though its class of Qwen3-MoE knows no such tensors."""
+    tiny = tiny_mtp("qwen3_moe")
+    got = AutoModelForCausalLM.from_pretrained(write_mtp(tiny, tmp_path), dtype=torch.float32)
+    wanted = tiny.main.state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in got.state_dict().items())
 
 
 def test_hidden_states_are_the_same_by_each_way_of_running_a_step(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,11 @@ from tests.support.gguf.writer import write_gguf
 from tests.support.models.recurrent_models import recurrent_model
 from tests.support.models.tiny_models import random_model, tiny_model, write_safetensors
 
-__all__ = ["MTP_TYPES", "TinyMtp", "tiny_mtp", "write_mtp", "write_mtp_gguf"]
+__all__ = ["GGUF_MTP_TYPES", "MTP_TYPES", "TinyMtp", "stored_mtp", "tiny_mtp", "write_mtp", "write_mtp_gguf"]
 
-MTP_TYPES = ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe_text")
+GGUF_MTP_TYPES = ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe_text")
+MTP_TYPES = (*GGUF_MTP_TYPES, "qwen3_moe")
+"""The last one without names for it in a GGUF."""
 
 _OF_TOP = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm"}
 
@@ -54,21 +57,24 @@ class TinyMtp:
         return found
 
 
-def _one_layer(config: PretrainedConfig) -> PretrainedConfig:
+def _one_layer(config: PretrainedConfig, *, is_dense: bool) -> PretrainedConfig:
     made: Any = copy.deepcopy(config)
     made.num_hidden_layers, made.num_mtp_layers = 1, 1
     if getattr(made, "layer_types", None) is not None:
         made.layer_types = made.mtp_layer_types = ["full_attention"]
     if hasattr(made, "first_k_dense_replace"):
         made.first_k_dense_replace = 0
+    if is_dense:
+        made.mlp_only_layers = [0]
     return made  # type: ignore[no-any-return]
 
 
-def tiny_mtp(model_type: str, seed: int = 0, **values: object) -> TinyMtp:
-    """A tiny model of one of MTP_TYPES with such a layer. values: of its config, of those without recurrent layers."""
-    is_recurrent = model_type.startswith("qwen3_")
+def tiny_mtp(model_type: str, seed: int = 0, *, is_dense: bool = False, **values: object) -> TinyMtp:
+    """A tiny model of one of MTP_TYPES with such a layer. is_dense: of Qwen's, that this has no experts. values: of its
+    config, of those without recurrent layers."""
+    is_recurrent = model_type in ("qwen3_next", "qwen3_5_moe_text")
     main = recurrent_model(model_type) if is_recurrent else tiny_model(model_type, seed, **values)
-    layer = random_model(_one_layer(main.config), seed + 1)
+    layer = random_model(_one_layer(main.config, is_dense=is_dense), seed + 1)
     mtp: Any = MtpModel(layer, 1).float().eval()
     mtp.tie_with_main_model(main)
     block: Any = mtp.layers[0]
@@ -80,6 +86,24 @@ def tiny_mtp(model_type: str, seed: int = 0, **values: object) -> TinyMtp:
             norm.weight.copy_(1 + 0.1 * torch.randn(norm.weight.shape, generator=generator))
         size = block.eh_proj.weight.shape
         block.eh_proj.weight.copy_(torch.randn(size, generator=generator) * size[1] ** -0.5)
+    return TinyMtp(main, mtp, layer)
+
+
+def stored_mtp(main: PreTrainedModel, stored: Mapping[str, torch.Tensor]) -> TinyMtp:
+    """A model, and its layer without experts from tensors in the names of Qwen's checkpoints."""
+    layer = random_model(_one_layer(main.config, is_dense=True), 0)
+    mtp: Any = MtpModel(layer, 1).float().eval()
+    mtp.tie_with_main_model(main)
+    block: Any = mtp.layers[0]
+    prefixes = {"mtp.layers.0.": "mtp_block.", "mtp.norm.": "post_norm."}
+    prefixes |= {f"mtp.{theirs}.": f"{ours}." for theirs, ours in _OF_TOP.items()}
+    renamed = {
+        ours + name.removeprefix(theirs): tensor
+        for name, tensor in stored.items()
+        for theirs, ours in prefixes.items()
+        if name.startswith(theirs)
+    }
+    block.load_state_dict(renamed)
     return TinyMtp(main, mtp, layer)
 
 
