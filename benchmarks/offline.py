@@ -1,9 +1,10 @@
-"""`ktransformers bench offline` with llama.cpp in the same run.
+"""`ktransformers bench offline` with others in the same run.
 
 python -m benchmarks.offline MODEL.gguf --peer llama.cpp
+python -m benchmarks.offline --synthetic qwen3.6-35b-a3b --routing skewed --gpu_memory 11 --peer whole_layers
 
-Both have the same GGUF file and take turns. llama.cpp has everything on the GPU but the routed experts that our plan
-leaves to the CPU.
+All take turns. llama.cpp has the same GGUF file, and everything on the GPU but the routed experts that our plan leaves
+to the CPU. whole_layers is this program with --hot_experts off, with as much video memory: --gpu_memory says how much.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from functools import partial
 from benchmarks.command import benchmark_parser
 from benchmarks.peers.base import PeerProcess, is_missing
 from benchmarks.peers.llama_model import llama_model_peer
+from benchmarks.peers.whole_layers import WHOLE_LAYERS, whole_layers_peer
 from benchmarks.peers.work import ModelWork
 from ktransformers.bench.common.report import print_record
 from ktransformers.bench.offline.measure import OfflineWork, bench_offline, layer_of
@@ -56,23 +58,40 @@ def start_llama_cpp(engine: Engine, work: OfflineWork) -> list[PeerProcess]:
     return [llama_model_peer(file, threads, engine.model.vocab_size, sizes, cpu_expert_layers(engine.plan))]
 
 
+def _start_peers(args: argparse.Namespace, engine: Engine, work: OfflineWork) -> list[PeerProcess]:
+    found = start_llama_cpp(engine, work) if PEER in args.peer else []
+    if WHOLE_LAYERS in args.peer:
+        found.append(whole_layers_peer(args.argv))
+    return found
+
+
 def _offline(args: argparse.Namespace) -> int:
     set_up_logging(args.log_level)
     work, loading = offline_work(args), partial(loading_bar, sys.stderr)
-    if not args.peer:
-        return print_record("offline", args.json, partial(bench_offline, work, loading))
-    if work.config.gguf_path is None:
-        raise ConfigError("--peer reads a GGUF file: name one as MODEL, and leave --synthetic out")
-    return print_record("offline", args.json, partial(bench_offline, work, loading, start_llama_cpp))
+    if PEER in args.peer and work.config.gguf_path is None:
+        raise ConfigError("--peer llama.cpp reads a GGUF file: name one as MODEL, and leave --synthetic out")
+    if WHOLE_LAYERS in args.peer and not work.config.gpu_memory:
+        raise ConfigError(f"--peer {WHOLE_LAYERS} takes as much video memory: say how much of it (--gpu_memory GIB)")
+    return print_record("offline", args.json, partial(bench_offline, work, loading, partial(_start_peers, args)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's). Returns the exit code."""
     parser, group = benchmark_parser("offline", TEXT, _offline)
-    text = "measure it too, on the same GGUF file; needs llama-cpp-python, built for the GPU where there is one"
-    group.add_argument("--peer", action="append", choices=(PEER,), default=[], help=text)
+    text = f"measure it too: {PEER} on the same GGUF file (needs llama-cpp-python, built for the GPU where there is "
+    text += f"one), {WHOLE_LAYERS}: this with --hot_experts off; repeatable"
+    group.add_argument("--peer", action="append", choices=(PEER, WHOLE_LAYERS), default=[], help=text)
     add_offline_flags(parser, group)
-    return run_command(parser, argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    parser.set_defaults(argv=_without_peers(given))
+    return run_command(parser, given)
+
+
+def _without_peers(argv: Sequence[str]) -> list[str]:
+    """Leave out what a peer is started by."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--peer", action="append")
+    return parser.parse_known_args(list(argv))[1]
 
 
 if __name__ == "__main__":

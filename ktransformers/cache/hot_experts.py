@@ -39,8 +39,10 @@ RECENCY = 16
 MAX_UPLOADS = 16
 """Of a step, unless somebody knows better."""
 
-_LEAST_MARGIN, _MOST_MARGIN = 1.5, 64.0
+# With even routing the one that is worth least has not been picked for long: hundreds of times less than the mean.
+_LEAST_MARGIN, _MOST_MARGIN = 1.5, 4096.0
 _RAISED, _LOWERED = 1.5, 1 / 1.2  # the margin, where uploads are not worth it, and where they are
+_FAST, _CLEARLY = 3.0, 4.0  # where they are worth so many times less, or more, than what they cost
 _HEAD_START = 0.5  # picks
 _JUDGED_EVERY = 64  # steps
 _LATER = 2.0  # hits of an upload, for each in the steps until it is judged
@@ -256,10 +258,11 @@ class HotExperts:
         """Were the uploads since the last time worth it?"""
         before, now = self._judged, self.totals
         saved = (now.hits - before.hits - self._would_hit) * _LATER * self.costs.read
-        if saved < (now.uploads - before.uploads) * self.costs.upload:
-            self.margin = min(self.margin * _RAISED, _MOST_MARGIN)
+        cost = (now.uploads - before.uploads) * self.costs.upload
+        if saved < cost:
+            self.margin = min(self.margin * (_FAST if saved * _CLEARLY < cost else _RAISED), _MOST_MARGIN)
         else:
-            self.margin = max(self.margin * _LOWERED, _LEAST_MARGIN)
+            self.margin = max(self.margin * (1 / _FAST if 0 < cost * _CLEARLY < saved else _LOWERED), _LEAST_MARGIN)
         self._judged = HotTotals(now.steps, now.reads, now.hits, now.uploads)
         self._had_slot, self._would_hit = self._slots >= 0, 0
 

@@ -46,10 +46,11 @@ HOT_EXPERTS = "hot experts"
 _MAP_BYTES = 20  # of an expert: where its slot is, how often it was picked
 
 _MOST_LOSS = 0.02  # of a step of one sequence, with even routing
-# Seconds of a replayed step. _HAND_OVER, of a layer's experts to the CPU beside reading them, and _OUTSIDE, of a step
-# outside of layers, were measured on an H100 with 16 Xeon cores. The others are estimates: experts on the GPU beside
-# reading them, what else a layer takes, and bytes a second of an ordinary server's memory and of GPUs from the A100 on.
-_HAND_OVER, _OUTSIDE = 42e-6, 1.1e-3
+# Seconds of a replayed step. _HAND_OVER, of a layer's experts to the CPU beside reading them (27 us there, and what the
+# GPU does before and behind), and _OUTSIDE, of a step outside of layers, were measured on an H100 with 16 Xeon cores.
+# The others are estimates: experts on the GPU beside reading them, what else a layer takes, and bytes a second of an
+# ordinary server's memory and of GPUs from the A100 on.
+_HAND_OVER, _OUTSIDE = 48e-6, 1.1e-3
 _RESIDENT, _LAYER = 12e-6, 50e-6
 _RAM, _VRAM = 100e9, 1.5e12
 

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import offline, profiling
 from benchmarks.offline import cpu_expert_layers
+from benchmarks.peers import whole_layers
 from benchmarks.peers.work import ModelWork
 from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
 from ktransformers.engine.load.builder import Hardware, plan_model
@@ -109,4 +110,24 @@ def test_a_peer_is_measured_in_turns_and_closed(
 
 def test_a_peer_needs_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert offline.main(["--synthetic", "tiny", "--peer", "llama.cpp"]) == 2
-    assert "--peer reads a GGUF file: name one" in capsys.readouterr().err
+    assert "--peer llama.cpp reads a GGUF file: name one" in capsys.readouterr().err
+
+
+def test_whole_layers_are_measured_beside_slots(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer gets all flags but its own name, and answers both kinds of questions without slots."""
+    started, flags = list[list[str]](), ["--prefill", "8", "--decode", "1", "--max_new_tokens", "2", "--seconds", "0"]
+    flags += ["--cpu_infer", "1", "--log_level", "warning", "--beside", "0", "--prompt_len", "4"]
+    monkeypatch.setattr(offline, "whole_layers_peer", lambda argv: started.append(list(argv)) or FakePeer())
+    assert offline.main([*flags, "--peer", "whole_layers"]) == 2
+    assert "--gpu_memory GIB" in capsys.readouterr().err
+    assert offline.main([*flags, "--gpu_memory", "1", "--peer", "whole_layers"]) == 0
+    assert started == [[*flags, "--gpu_memory", "1"]]
+    loaded = list[EngineConfig]()
+    load = whole_layers.load_work
+    monkeypatch.setattr(whole_layers, "load_work", lambda work: loaded.append(work.config) or load(work))
+    answer = whole_layers.figures([*flags, "--hot_experts", "4"])
+    rates = [answer(["prefill", "8"]), answer(["decode", "1"])]
+    assert all(rate is not None and rate > 0 for rate in rates)
+    assert [config.hot_experts for config in loaded] == ["off"]

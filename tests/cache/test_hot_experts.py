@@ -71,6 +71,18 @@ def test_uploads_that_are_not_worth_it_end() -> None:
     assert policy.margin > 10.0
 
 
+def test_even_routing_among_many_experts_moves_next_to_none() -> None:
+    """Where some expert of a slot has always been unpicked for long, so that many others seem worth far more."""
+    layers, experts, top_k = 4, 256, 8
+    policy = HotExperts(layers, experts, layers * experts // 4, 12, costs=HotCosts(read=1.0, upload=1.0))
+    policy.land(policy.begin())
+    steps = list(trace(800, layers, experts, top_k))
+    list(replay(policy, steps[:600]))
+    before = policy.totals.uploads
+    list(replay(policy, steps[600:]))
+    assert policy.totals.uploads - before < 0.002 * 200 * layers * top_k
+
+
 def test_the_dearer_uploads_are_the_fewer_there_are() -> None:
     steps, made = list(trace(STEPS, LAYERS, EXPERTS, TOP_K, skew=SKEW, shift_every=50)), []
     for upload in (0.0, 1.0, 20.0):

@@ -32,7 +32,16 @@ from ktransformers.errors import ConfigError
 from ktransformers.models.synthetic_shapes import find_shape
 from ktransformers.optimize.plan import Plan
 
-__all__ = ["OfflineWork", "PeerProgram", "StartPeers", "bench_offline", "fitting_layers", "layer_of"]
+__all__ = [
+    "OfflineWork",
+    "PeerProgram",
+    "StartPeers",
+    "bench_offline",
+    "fitting_layers",
+    "layer_of",
+    "load_work",
+    "open_work",
+]
 
 PAGE_SIZE = 64
 SPARE_BYTES = 2 << 30
@@ -101,22 +110,13 @@ def bench_offline(
 
     loading: shows progress while it is open. start_peers: programs that are measured in turns with ours, and closed.
     """
-    opened = _open(work)
-    prefills = _within_context(opened, work.prefills, work.case)
-    stream = _stream_within(opened.facts.context_len, work.stream)
-    work = replace(work, prefills=prefills, stream=stream)
-    num_slots = slots_needed(prefills, work.batches, work.case, PAGE_SIZE)
-    if stream is not None:
-        num_slots = max(num_slots, slots_of_stream(stream, PAGE_SIZE))
-    config = _with_cache(opened.config, num_slots)
-    opened = replace(opened, config=config)
-    if work.synthetic is not None and work.layers is None:
-        opened = _cut_to_fit(work.synthetic, opened, work.routing)
+    work, opened = open_work(work)
     with loading() as progress:
-        engine, report = _load(opened, max(*work.batches, 1 if stream is None else 2), progress)
+        engine, report = _load(opened, _most_sequences(work), progress)
     _print_report(report)
     report["settings"] |= {"decode_prompt_len": work.case.prompt_len, "decode_steps": work.case.steps}
-    report["settings"] |= {"routing": work.routing, "hot_experts": config.hot_experts if engine.hot.gpus else "off"}
+    hot = opened.config.hot_experts if engine.hot.gpus else "off"
+    report["settings"] |= {"routing": work.routing, "hot_experts": hot}
     with ExitStack() as stack:
         stack.callback(engine.close)
         peers = start_peers(engine, work)
@@ -125,8 +125,34 @@ def bench_offline(
         runs = OfflineRuns(engine, work.seconds)
         rows, memory = _measure(engine, runs, work, peers)
         share = runs.quarter_share()
-        beside = None if stream is None else _measure_stream(engine, stream)
+        beside = None if work.stream is None else _measure_stream(engine, work.stream)
     return {**report, "memory": memory, "rows": rows, "quarter_share": share, "stream": beside}
+
+
+def open_work(work: OfflineWork) -> tuple[OfflineWork, OpenedModel]:
+    """Open the model, with a cache for all figures: the work as far as the model's context goes, and the model with as
+    many layers as fit."""
+    opened = _open(work)
+    prefills = _within_context(opened, work.prefills, work.case)
+    stream = _stream_within(opened.facts.context_len, work.stream)
+    work = replace(work, prefills=prefills, stream=stream)
+    num_slots = slots_needed(prefills, work.batches, work.case, PAGE_SIZE)
+    if stream is not None:
+        num_slots = max(num_slots, slots_of_stream(stream, PAGE_SIZE))
+    opened = replace(opened, config=_with_cache(opened.config, num_slots))
+    if work.synthetic is not None and work.layers is None:
+        opened = _cut_to_fit(work.synthetic, opened, work.routing)
+    return work, opened
+
+
+def load_work(work: OfflineWork) -> OfflineRuns:
+    """Load the model of `work`, and return what measures its figures one by one. Says nothing."""
+    work, opened = open_work(work)
+    return OfflineRuns(_load(opened, _most_sequences(work), None)[0], work.seconds)
+
+
+def _most_sequences(work: OfflineWork) -> int:
+    return max(*work.batches, 1 if work.stream is None else 2)
 
 
 def _stream_within(context: int | None, work: StreamWork | None) -> StreamWork | None:
