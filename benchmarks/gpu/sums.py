@@ -13,10 +13,10 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import distributed, multiprocessing
+from torch import distributed
+from torch.multiprocessing.spawn import spawn
 
 from ktransformers.engine.parallel.tensor_parallel.group import TensorGroup
 from ktransformers.engine.parallel.tensor_parallel.sums import (
@@ -33,16 +33,15 @@ from ktransformers.operators.linear.matrix import QuantizedMatrix, fp32_product
 
 ROWS = (1, 2, 8, 64, 512, 2048)
 Call = Callable[[], object]
-Record = dict[str, Any]
+Figures = dict[str, float]
 
 
 def _median_us(call: Call, count: int) -> float:
     """Return the microseconds of one of the `count` sums that a call makes."""
-    cuda: Any = torch.cuda
     times: list[float] = []
     for _ in range(12):
         distributed.barrier()
-        start, stop = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         call()
         stop.record()
@@ -55,7 +54,7 @@ def _graph_us(call: Call, count: int = 20) -> float:
     """Return the microseconds of one call of `count` in a graph."""
     call()
     torch.cuda.synchronize()
-    graph: Any = torch.cuda.CUDAGraph()
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(count):
             call()
@@ -82,7 +81,7 @@ def _ways(sums: SymmetricSums | None, rows: int, width: int) -> Iterator[tuple[s
         yield "ours to bf16", lambda: kernel.add(memory, half)
 
 
-def _products(group: TensorGroup, sums: SymmetricSums | None, width: int, cols: int, rows: int) -> Record:
+def _products(group: TensorGroup, sums: SymmetricSums | None, width: int, cols: int, rows: int) -> Figures:
     """Return the milliseconds of a Q4_K product x [rows, cols] -> [rows, width]: alone, and added up by each way."""
     device = Device("cuda:0", torch.device("cuda:0"), torch.bfloat16, is_gpu=True)
     blocks = torch.randint(0, 60, (width * cols // 256 * 144,), dtype=torch.uint8, device="cuda")  # finite scales
@@ -113,7 +112,7 @@ def _measure(rank: int, size: int, folder: str, width: int, cols: list[int]) -> 
     group.rendezvous(Path(folder) / "meeting", torch.device("cuda:0"))
     sums = group._sums if isinstance(group._sums, SymmetricSums) else None
     with torch.inference_mode():
-        by_rows = {rows: {name: _graph_us(call) for name, call in _ways(sums, rows, width)} for rows in ROWS}
+        by_rows = {str(rows): {name: _graph_us(call) for name, call in _ways(sums, rows, width)} for rows in ROWS}
         products = {f"{rows} x {k}": _products(group, sums, width, k, rows) for k in cols for rows in (512, 1024, 2048)}
     if not rank:
         _show("us a sum of fp32", by_rows)
@@ -124,11 +123,11 @@ def _measure(rank: int, size: int, folder: str, width: int, cols: list[int]) -> 
     group.leave()
 
 
-def _show(title: str, table: dict[Any, Record]) -> None:
+def _show(title: str, table: dict[str, Figures]) -> None:
     names = list(next(iter(table.values())))
     print(f"{title:26}" + "".join(f"{name:>18}" for name in names))
     for row, values in table.items():
-        print(f"{row!s:26}" + "".join(f"{values[name]:18.3f}" for name in names), flush=True)
+        print(f"{row:26}" + "".join(f"{values[name]:18.3f}" for name in names), flush=True)
 
 
 def main() -> None:
@@ -138,9 +137,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=5120)
     parser.add_argument("--cols", type=int, nargs="*", default=[4096, 12800], help="of the products, of one process")
     args = parser.parse_args()
-    made: Any = multiprocessing
     with tempfile.TemporaryDirectory() as folder:
-        made.spawn(_measure, (args.gpus, folder, args.width, args.cols), nprocs=args.gpus)
+        ranks = args.gpus, folder, args.width, args.cols
+        spawn(_measure, ranks, nprocs=args.gpus)  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":
