@@ -5,14 +5,15 @@ Questions are `prefill TOKENS` and `decode SEQUENCES`, answers tokens per second
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from benchmarks.command import benchmark_parser
 from benchmarks.peers.base import PeerProcess, answer_questions
 from ktransformers.bench.offline.measure import load_work
 from ktransformers.cli.bench.offline import add_offline_flags, offline_work
+from ktransformers.cli.bench.options import measuring_group
 
 __all__ = ["WHOLE_LAYERS", "figures", "whole_layers_peer"]
 
@@ -26,8 +27,8 @@ def whole_layers_peer(argv: Sequence[str]) -> PeerProcess:
 
 def figures(argv: Sequence[str]) -> Callable[[list[str]], float | None]:
     """Load the model, and return what answers a question's words. Raises what loading does."""
-    parser, group = benchmark_parser("peers.whole_layers", "", lambda args: 0)
-    add_offline_flags(parser, group)
+    parser = argparse.ArgumentParser()
+    add_offline_flags(parser, measuring_group(parser, lambda args: 0))
     work = offline_work(parser.parse_args(list(argv)))
     runs = load_work(replace(work, config=replace(work.config, hot_experts="off"), stream=None))
 
