@@ -7,6 +7,7 @@ drafted there, drawn as the answer was: greedily, or by the random number of the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -27,7 +28,12 @@ MAX_TOKENS = 256
 
 
 def right_drafts(
-    model: DemoModel, layer: MtpLayer, prompt_ids: list[int], answer_ids: list[int], params: SamplingParams
+    model: DemoModel,
+    layer: MtpLayer,
+    prompt_ids: list[int],
+    answer_ids: list[int],
+    params: SamplingParams,
+    pool: WorkerPool,
 ) -> list[tuple[int, int]]:
     """By depth: draft tokens that are right, and all of those behind which the ones before are right."""
     token_ids = torch.tensor([prompt_ids + answer_ids])
@@ -37,7 +43,7 @@ def right_drafts(
     with torch.no_grad():
         hidden = hidden_states(model, token_ids)
         outs = layer(F.embedding(token_ids[:, 1:-1], model.embed), hidden[:, :-2], anchors[None])
-    counts, left, pool = list[tuple[int, int]](), torch.ones(len(anchors), dtype=torch.bool), WorkerPool(1)
+    counts, left = list[tuple[int, int]](), torch.ones(len(anchors), dtype=torch.bool)
     for step, out in enumerate(outs):
         left &= anchors + step + 2 < token_ids.shape[1]
         places = (anchors + step + 2)[left].tolist()
@@ -61,7 +67,10 @@ def acceptance(folder: Path, skills: Sequence[str], count: int, seed: int, threa
     cases = [case for skill in skills for case in evaluation(skill, count, seed)]
     prompts = [tokenizer.encode(prompt(m[:-1], t), add_special_tokens=False).ids for m, t in cases]
     found = dict[str, list[float]]()
-    with LLM(model_path=folder, cache_lens=4096, cpu_infer=threads, speculative="off") as llm:
+    with (
+        LLM(model_path=folder, cache_lens=4096, cpu_infer=threads, speculative="off") as llm,
+        closing(WorkerPool(1)) as pool,
+    ):
         for name, temperature in (("greedy", 0.0), ("0.8", 0.8)):
             params = [
                 SamplingParams(temperature=temperature, seed=seed + i, max_tokens=MAX_TOKENS)
@@ -69,7 +78,7 @@ def acceptance(folder: Path, skills: Sequence[str], count: int, seed: int, threa
             ]
             answers = [one.token_ids for one in llm.generate(prompts, params)]
             counts = [
-                right_drafts(model, layer, given, list(answer), one)
+                right_drafts(model, layer, given, list(answer), one, pool)
                 for given, answer, one in zip(prompts, answers, params, strict=True)
             ]
             found[name] = [

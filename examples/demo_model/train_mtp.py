@@ -182,6 +182,8 @@ def rate(progress: float) -> float:
 
 def shuffled(batches: Sequence[Batch], rng: random.Random) -> Iterator[Batch]:
     """All of them again and again, in another order each time."""
+    if not batches:
+        raise SystemExit("there are no texts to learn from: raise --given, --own or --free")
     while True:
         yield from rng.sample(batches, len(batches))
 

@@ -24,7 +24,32 @@ from ktransformers.kernels.types import (
 )
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo, WeightSource
 
-__all__ = ["CutSource", "TensorSlice", "column_unit", "cut_fp8", "cut_tensor", "tensor_nbytes"]
+__all__ = [
+    "LEAST_COLUMNS",
+    "CutSource",
+    "TensorSlice",
+    "column_unit",
+    "cut_fp8",
+    "cut_tensor",
+    "share_of",
+    "tensor_nbytes",
+]
+
+LEAST_COLUMNS = 32
+"""Columns of a product that kernels of GPUs read at a time."""
+
+
+def share_of(count: int, unit: int, rank: int, size: int) -> tuple[int, int] | None:
+    """Return the first one and the number of a process's part of `count` columns, in whole units; None where one of
+    the `size` processes would have none.
+
+    The first processes have the larger parts: memory is planned by what the driver has, which is one of them.
+    """
+    units, rest = divmod(count, unit)
+    if rest or units < size:
+        return None
+    first, end = (-(-units * one // size) for one in (rank, rank + 1))
+    return first * unit, (end - first) * unit
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from ktransformers.kernels.types import FP8_BLOCK, ExpertWeight, ExpertWeights, Fp8Matrix, OwnType, RawTensor
-from ktransformers.weights.cut_source import TensorSlice, column_unit, cut_fp8, cut_tensor, tensor_nbytes
+from ktransformers.weights.cut_source import (
+    LEAST_COLUMNS,
+    TensorSlice,
+    column_unit,
+    cut_fp8,
+    cut_tensor,
+    share_of,
+    tensor_nbytes,
+)
 from ktransformers.weights.source import ExpertsInfo, TensorInfo
 
 __all__ = ["ExpertColumns"]
-
-_LEAST_COLUMNS = 32
-"""Of a product: what kernels of GPUs read at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +37,13 @@ class ExpertColumns:
     @classmethod
     def of(cls, info: ExpertsInfo, rank: int, size: int) -> ExpertColumns | None:
         """Return the columns of one of `size` processes, whole blocks of the down projection's type; None where they
-        cannot be divided. Where the shares are not alike those of the first processes are larger.
+        cannot be divided.
         """
-        first_type = info.up.resident_type
-        rows = FP8_BLOCK if isinstance(first_type, OwnType) else 1
-        unit = math.lcm(column_unit(info.down.resident_type), rows, _LEAST_COLUMNS)
-        units, rest = divmod(info.down.shape[2], unit)
-        if size == 1 or rest or units < size:
-            return None
-        first, end = (-(-units * r // size) for r in (rank, rank + 1))
-        return cls(first * unit, (end - first) * unit)
+        inputs = [part.resident_type for part in (info.gate, info.up) if part is not None]
+        rows = FP8_BLOCK if any(isinstance(one, OwnType) for one in inputs) else 1
+        unit = math.lcm(column_unit(info.down.resident_type), rows, LEAST_COLUMNS)
+        share = None if size == 1 else share_of(info.down.shape[2], unit, rank, size)
+        return None if share is None else cls(*share)
 
     def info(self, whole: ExpertsInfo) -> ExpertsInfo:
         """Return the facts of the part; biases are counted whole."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ktransformers.kernels.types import ExpertWeight, ExpertWeights, Fp8Matrix, OwnType, QuantType, RawTensor
-from ktransformers.weights.cut_source import tensor_nbytes
+from ktransformers.weights.cut_source import share_of, tensor_nbytes
 from ktransformers.weights.expert_parts import ExpertColumns
 from ktransformers.weights.quantize.transcode import dequantize
 from ktransformers.weights.quantize.write import quantize
@@ -101,3 +101,13 @@ def test_parts_side_by_side_are_the_whole(qtype: QuantType | OwnType, inner: int
 )
 def test_what_cannot_be_divided(qtype: QuantType | OwnType, inner: int, size: int) -> None:
     assert ExpertColumns.of(info_of(qtype, inner), 0, size) is None
+
+
+@pytest.mark.parametrize(
+    ("count", "unit", "want"),
+    [(160, 32, [(0, 96), (96, 64)]), (64, 32, [(0, 32), (32, 32)]), (32, 32, None), (80, 32, None)],
+)
+def test_the_first_processes_have_the_larger_shares(count: int, unit: int, want: list[tuple[int, int]] | None) -> None:
+    """By hand: five units are three and two."""
+    shares = [share_of(count, unit, rank, 2) for rank in range(2)]
+    assert shares == (want or [None, None])

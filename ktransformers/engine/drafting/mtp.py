@@ -67,6 +67,7 @@ class MtpForward:
         """Run a step, see DraftForward. The logits are good until the next one."""
         token_ids = ids_of(pieces)
         hidden = torch.cat([piece.hidden_states for piece in pieces if piece.hidden_states is not None])
+        assert len(hidden) == len(token_ids), "pieces of an MTP layer have hidden states"
         embeddings = self._embedding(token_ids[None]).to("cpu", torch.float32)
         self._modules.entry.rows = self._modules.project(embeddings, hidden[None])
         behind = run_pieces(self._runner, self._cache, pieces, token_ids, wants_output=wants_output)

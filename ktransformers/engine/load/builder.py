@@ -55,7 +55,8 @@ logger = logging.getLogger(__name__)
 
 
 def plan_model(config: EngineConfig, opened: OpenedModel | None = None, hardware: Hardware | None = None) -> Plan:
-    """Plan what `build_engine` would do with `config`. Reads headers only. Raises the same errors, except for the fit.
+    """Plan what `build_engine` would do with `config`. Reads headers, and a page of some tensors where
+    something was learned of the experts of models. Raises the same errors, except for the fit.
 
     opened: the model, when it is open already; its config counts.
     """

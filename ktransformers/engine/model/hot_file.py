@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -24,8 +25,10 @@ Floats = npt.NDArray[np.float64]
 
 logger = logging.getLogger(__name__)
 
+_FOLDER = "hot-experts"
 _FORMAT = 1
 _DIGITS = 3
+_MOST_SCORE = 1e9  # picks count half after some thousand steps: no sum of them comes near
 
 
 class HotFile:
@@ -34,7 +37,12 @@ class HotFile:
     def __init__(self, model: ModelDigests, folder: Path | None = None) -> None:
         self._model = f"{model.config} {model.tensors} {model.data}"
         name = hashlib.sha256(self._model.encode()).hexdigest()[:20]
-        self.path = (folder or user_cache_dir()) / "hot-experts" / f"{name}.json"
+        self.path = (folder or user_cache_dir()) / _FOLDER / f"{name}.json"
+
+    @staticmethod
+    def has_any() -> bool:
+        """Whether there is such a file of any model: without, nobody has to know which model this is."""
+        return any((user_cache_dir() / _FOLDER).glob("*.json"))
 
     def read(self) -> dict[int, Floats]:
         """Return what the file holds; nothing, with one line in the log, for one that is of something else or
@@ -45,11 +53,11 @@ class HotFile:
                 logger.warning("%s is of another model or version: which experts are hot is learned anew", self.path)
                 return {}
             scores = {int(layer): np.array(scores, np.float64) for layer, scores in held["scores"].items()}
-            if any(each.ndim != 1 or not np.isfinite(each).all() or (each < 0.0).any() for each in scores.values()):
-                raise ValueError("scores must be numbers, and not negative")
+            if any(each.ndim != 1 or not ((each >= 0.0) & (each <= _MOST_SCORE)).all() for each in scores.values()):
+                raise ValueError(f"scores must be numbers from 0 to {_MOST_SCORE:g}")
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError) as error:
             logger.warning("%s cannot be used (%r): which experts are hot is learned anew", self.path, error)
             return {}
         return scores
@@ -58,10 +66,11 @@ class HotFile:
         """Keep `scores` in the file, in the place of those of the same layers; where that cannot be, one line says
         so."""
         merged = {layer: each.round(_DIGITS).tolist() for layer, each in {**self.read(), **scores}.items()}
-        temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
+        temporary = self.path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_text(json.dumps({"format": _FORMAT, "model": self._model, "scores": merged}))
             temporary.replace(self.path)
         except OSError as error:
             logger.info("%s cannot be written (%s): which experts are hot is learned at every start", self.path, error)
+            temporary.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 """A model on a machine before it is loaded: the plan, its summary, whether it fits, and what would make it fit.
 
-Reads headers only.
+Reads headers, and a page of some tensors where something was learned of the experts of models.
 """
 
 from __future__ import annotations

@@ -301,7 +301,8 @@ class Planner:
             hots = plan_hot_slots(plan, source, facts, asked)
             return (experts_for_gpus(with_hot_slots(plan, hots)[0], source) if hots else whole), hots
         if not self._learned:  # read once, as the rules are
-            self._learned.append(LearnedPicks.of(HotFile(ModelDigests.of(self.opened)).read().values()))
+            learned = HotFile(ModelDigests.of(self.opened)).read() if HotFile.has_any() else {}
+            self._learned.append(LearnedPicks.of(learned.values()))
         most = whole_layers_beside_slots(plan, source, facts, whole.moved, self._learned[0])
         filling = experts_for_gpus(plan, source, most)
         hots = plan_hot_slots(plan, source, facts, asked, filling.moved, filling.left)

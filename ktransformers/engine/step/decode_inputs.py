@@ -264,8 +264,7 @@ class StaticInputs:
         rows, host, is_there = source.num_rows, self._host, source.hidden_states.device == self.device
         if not is_there:
             host.hidden_states[:rows] = source.hidden_states
-        if is_there or rows < self.size.rows:
-            host.hidden_states[0 if is_there else rows :].zero_()
+            host.hidden_states[rows:].zero_()
         _put(host.positions, source.positions)
         if host.token_ids is not None:
             _put(host.token_ids, source.token_ids)
@@ -277,9 +276,11 @@ class StaticInputs:
             _put(host.keep, torch.arange(rows) if source.keep is None else source.keep)
         if host.states is not None:
             _fill_states(host.states, source.states)
-        self._data.copy_(self._staged, non_blocking=True)
+        begin = _aligned(host.hidden_states.nbytes) if is_there else 0  # they are the first of the fields
+        self._data[begin:].copy_(self._staged[begin:], non_blocking=True)
         if is_there:
             self.inputs.hidden_states[:rows] = source.hidden_states
+            self.inputs.hidden_states[rows:].zero_()
 
 
 def _put(host: Tensor, source: Tensor | None, rest: int = 0) -> None:

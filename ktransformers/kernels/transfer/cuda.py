@@ -210,7 +210,8 @@ class CudaDriver(StreamDriver):
 
     @override
     def copy_and_tell(self, targets: Sequence[Tensor], sources: Sequence[Tensor], address: int, value: int) -> None:
-        counter = self._counter if self._uses_kernels and sources[0].shape[0] <= self._kernel_rows else None
+        is_small = self._uses_kernels and 0 < sources[0].shape[0] <= self._kernel_rows
+        counter = self._counter if is_small else None
         if counter is None:
             super().copy_and_tell(targets, sources, address, value)
             return

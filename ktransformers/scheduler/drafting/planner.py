@@ -30,6 +30,7 @@ from ktransformers.scheduler.drafting.acceptance import AcceptanceRates
 from ktransformers.scheduler.drafting.engine_drafts import MAX_STREAK, EngineDrafts
 from ktransformers.scheduler.drafting.prompt_lookup import MAX_MATCH, PromptLookup
 from ktransformers.scheduler.drafting.row_costs import DraftCost, RowCosts
+from ktransformers.scheduler.records import UNKNOWN
 from ktransformers.scheduler.sequence import Drafter, Sequence
 
 __all__ = ["MARGIN", "DraftPlanner"]
@@ -100,10 +101,11 @@ class DraftPlanner:
             return
         deepest = max((len(row.drafts) for row in step.rows), default=0)
         self._costs.add(step.num_rows, seconds - draft_seconds, is_ahead=step.is_ahead, is_drafted=deepest > 0)
-        if draft_seconds > 0:
-            self._draft_cost.add(deepest, draft_seconds)
+        found = max((len(row.drafts) for row in step.rows if row.drafts and row.drafts[-1] == UNKNOWN), default=0)
+        if found and draft_seconds > 0:  # copies of the text cost the engine nothing
+            self._draft_cost.add(found, draft_seconds)
         if self._by_engine:
-            self._num_undrafted = 0 if deepest else self._num_undrafted + 1
+            self._num_undrafted = 0 if found else self._num_undrafted + 1
             return
         if self._pause:
             self._pause -= 1
@@ -125,6 +127,7 @@ class DraftPlanner:
         counts, _ = self._counts([self._chances(seq, self._most_of(seq)) for seq in decodes], self._costly(decodes))
         if self._is_due and not any(counts):
             self._engine_rates.doubt()
+            self._num_undrafted = 0  # tried, whether there is room for it or not
             counts = [int(self._most_of(seq) > 0) for seq in decodes]
         return [self._drafter(seq).draft(count) if count else [] for seq, count in zip(decodes, counts, strict=True)]
 
@@ -163,7 +166,7 @@ class DraftPlanner:
             firsts.append(first)
         counts, gain = self._counts(chances, self._costly(decodes))
         if not any(counts):
-            return self._is_due and bool(decodes)
+            return self._is_due and any(self._most_of(seq) for seq in decodes)
         first = min(chance for chance, count in zip(firsts, counts, strict=True) if count)
         # One wait is lost for sure. Drafts that are right `first` of the time go on for 1 / (1 - first) steps.
         lost = len(decodes) * math.log1p(costs.wait / costs.seconds(len(decodes)))

@@ -37,6 +37,9 @@ _LIFETIME = 1024
 _NUM_WAITS = 15
 """Times of waiting that count."""
 
+_LEAST_SHARE = 0.1
+"""Of a step that waited, the share that is its own at least: waits were learnt of steps of other sizes, too."""
+
 _FIRST_SLOPE, _LATER_SLOPE = 0.1, 0.9
 """What a row more is assumed to add: of what a row takes, where nothing larger is known; of what the last one did."""
 
@@ -129,7 +132,9 @@ class RowCosts:
 
     def _median(self, times: Iterable[tuple[int, float, bool]]) -> float:
         """Of the times of a size, without waiting."""
-        return median(seconds - self.wait if has_waited else seconds for _, seconds, has_waited in times)
+        wait, least = self.wait, _LEAST_SHARE
+        own = (max(seconds - wait, least * seconds) if has_waited else seconds for _, seconds, has_waited in times)
+        return median(own)
 
     def _drawn(self) -> list[float]:
         """By rows, from 0 on; never less than for fewer rows."""

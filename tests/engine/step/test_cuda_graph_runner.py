@@ -20,7 +20,7 @@ from ktransformers.engine.step.decode_inputs import (
 from ktransformers.engine.step.graph_sizes import DRAFT_ROWS
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.transfer.async_cpu_experts import AsyncCpuExperts, EnqueueMethod, StreamShape
-from ktransformers.kernels.types import ActivationSpec, ExpertWeights, RawTensor
+from ktransformers.kernels.types import ActivationSpec, ExpertWeights, RawTensor, StateStep
 from tests.support.engines.fake_stream import FakeDriver
 
 VOCAB, PAGES, PAGE = 16, 6, 4
@@ -396,6 +396,42 @@ def test_static_inputs():
     static.pad()
     assert static.inputs.kv_lens.tolist() == [0, 0, 0]
     assert static.inputs.hidden_states.data_ptr() == address
+
+
+def test_what_others_left_in_shared_memory_is_overwritten():
+    """Also behind what a step has: some kernels read pages and slots that they do not use."""
+    memory, fresh = InputMemory(CPU), StaticInputs(StepSize(4, 3), 3, CPU, 2, has_states=True)
+    static = StaticInputs(StepSize(4, 3), 3, memory, 2, has_states=True)
+    memory._staged.fill_(0x5A)
+    memory._data.fill_(0x5A)
+    ints = {"dtype": torch.int32}
+    kv_lens = torch.tensor([5, 6], **ints)
+    states = StateStep(
+        torch.tensor([0, 2], **ints), torch.tensor([3], **ints), torch.tensor([4], **ints),
+        torch.tensor([1, 2], **ints), kv_lens, None,
+    )  # fmt: skip
+    source = DecodeInputs(
+        torch.ones(2, 2), torch.tensor([4, 5]), torch.tensor([8, 9]), torch.tensor([0, 0], **ints), kv_lens,
+        torch.tensor([[7, 3]], **ints), states, torch.tensor([11, 12]), torch.tensor([1]),
+    )  # fmt: skip
+    for one in (static, fresh):
+        one.fill(source)
+    for name in (
+        "hidden_states",
+        "positions",
+        "slot_mapping",
+        "seq_ids",
+        "kv_lens",
+        "block_table",
+        "token_ids",
+        "keep",
+    ):
+        assert torch.equal(getattr(static.inputs, name), getattr(fresh.inputs, name)), name
+    for name in ("first_rows", "read_slots", "write_slots", "save_slots"):
+        assert torch.equal(getattr(static.inputs.states, name), getattr(fresh.inputs.states, name)), name
+    assert static.inputs.block_table.tolist() == [[7, 3, 0], [0, 0, 0], [0, 0, 0]]
+    assert static.inputs.states.save_slots.tolist() == [1, 2, -1, -1]
+    assert static.inputs.states.first_rows.tolist() == [0, 2, 2, 2]
 
 
 class StreamBackend:

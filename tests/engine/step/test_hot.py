@@ -30,6 +30,7 @@ pytest.importorskip("triton")
 
 from ktransformers.engine.model.fingerprint import ModelDigests
 from ktransformers.engine.model.hot_file import HotFile
+from ktransformers.engine.model.opened import open_model
 from ktransformers.engine.step.hot import HotGpu
 from ktransformers.operators.experts.hot import HotPool
 from ktransformers.operators.experts.split import NEVER
@@ -109,6 +110,7 @@ def test_decoding_gives_what_the_cpu_gives_and_learns(config: EngineConfig, capl
     assert (pool.policy.slot_of != first).any()
     assert (pool.slot_of.numpy() == pool.policy.slot_of).all()
     scores, file = pool.policy.scores(), HotFile(engine.identified.sampled.digests)
+    assert HotFile(ModelDigests.of(open_model(config))).path == file.path  # as planning finds it
     engine.close()
     assert gpu.driver.pinned_ranges == {}
     learned = file.read()
@@ -124,7 +126,10 @@ def test_decoding_gives_what_the_cpu_gives_and_learns(config: EngineConfig, capl
     again.close()
 
 
-@pytest.mark.parametrize("text", ["{", '{"format": 0, "model": "", "scores": {}}', '{"format": 1}', "[]", "NaN"])
+@pytest.mark.parametrize(
+    "text",
+    ["{", '{"format": 0, "model": "", "scores": {}}', '{"format": 1}', "[]", "NaN", "-1.0", "1e308", "1" + 400 * "0"],
+)
 def test_files_that_do_not_fit_are_left(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
     file = HotFile(ModelDigests("x", "x", "x"), tmp_path)
     assert file.read() == {}
@@ -132,7 +137,8 @@ def test_files_that_do_not_fit_are_left(tmp_path: Path, text: str, caplog: pytes
     file.add({1: np.ones(2)})
     file.add({2: np.zeros(2)})
     assert {layer: scores.tolist() for layer, scores in file.read().items()} == {1: [1.0, 1.0], 2: [0.0, 0.0]}
-    file.path.write_text(file.path.read_text().replace("1.0, 1.0", "1.0, NaN") if text == "NaN" else text)
+    is_number = text[-1] in "N08" and text[0] != "{"
+    file.path.write_text(file.path.read_text().replace("1.0, 1.0", f"1.0, {text}") if is_number else text)
     assert file.read() == {}
     assert len(caplog.records) == 1
 

@@ -228,3 +228,22 @@ def test_the_median_of_a_draft_tokens_seconds_counts() -> None:
     for depth, seconds in ((1, 1.0), (4, 8.0), (2, 1000.0)):
         cost.add(depth, seconds)
     assert cost.seconds == 2.0
+
+
+def test_sequences_that_may_have_no_drafts_are_planned_ahead_for_ever() -> None:
+    """However long the engine has not drafted: there is nothing that could be tried."""
+    loop = guessing()
+    loop.add(make_request("a", range(8), 300, ignore_eos=True, max_drafts=0))
+    awaited = 0
+    planner = loop.scheduler._drafts
+    asked = planner.awaits_tokens
+
+    def counted(*args):  # type: ignore[no-untyped-def]
+        nonlocal awaited
+        found = asked(*args)
+        awaited += found
+        return found
+
+    planner.awaits_tokens = counted  # type: ignore[method-assign]
+    loop.drain()
+    assert awaited == 0

@@ -120,3 +120,15 @@ def test_where_nothing_is_planned_ahead_nothing_is_lost() -> None:
         costs.add(1, seconds)
     costs.add(2, 15.0, is_drafted=True)
     assert (costs.wait, costs.seconds(1), costs.seconds(1, 1)) == (0.0, 10.0, 15.0)
+
+
+def test_a_wait_that_others_had_is_no_more_than_a_step_took() -> None:
+    """Waiting was learnt of steps of 8 rows, which take longer than all of a step of one sequence."""
+    costs = RowCosts(64)
+    costs.add(8, 10.0, is_ahead=True)
+    costs.add(8, 30.0)
+    costs.add(1, 2.0, is_ahead=True)
+    costs.add(2, 5.0, is_drafted=True)
+    assert costs.wait == 20.0
+    assert 0.0 < costs.seconds(2) <= 5.0
+    assert costs.least_chance(2, 1.05) > -1.0

@@ -101,6 +101,8 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
             parts += of_states
             bounds, reads, writes, saves = (len(part) for part in of_states)
             lengths = bounds, reads, writes, saves, states.max_rows
+        ints = torch.cat(parts)
+        assert (longs.dtype, ints.dtype) == (torch.int64, torch.int32), "numbers of a step are of one type each"
         return cls(
             is_padded,
             context.phase is Phase.PREFILL,
@@ -109,7 +111,7 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
             table.shape[0],
             table.shape[1],
             longs.numpy().tobytes(),
-            torch.cat(parts).numpy().tobytes(),
+            ints.numpy().tobytes(),
             lengths,
         )
 

@@ -35,15 +35,12 @@ from ktransformers.operators.partial_sums import PartialSums, Placeholder, RankG
 from ktransformers.operators.recognize.activation import recognize_gated_mlp
 from ktransformers.operators.recognize.attention import NormPlace, recognize_attention
 from ktransformers.optimize.tied import tied_names
-from ktransformers.weights.cut_source import CutSource, TensorSlice, column_unit
+from ktransformers.weights.cut_source import LEAST_COLUMNS, CutSource, TensorSlice, column_unit, share_of
 from ktransformers.weights.source import WeightSource
 
 __all__ = ["cut_model"]
 
 logger = logging.getLogger(__name__)
-
-_LEAST_COLUMNS = 32
-"""Of a product: what kernels of GPUs read at a time."""
 
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _SHARED = ("shared_experts", "shared_mlp", "shared_expert")
@@ -205,20 +202,11 @@ def _cut_module(cut: _Cut, module: nn.Module, key: str, whole: Counter[str]) -> 
         whole[why] += 1
 
 
-def _spread(count: int, unit: int, cut: _Cut) -> tuple[int, int] | None:
-    """First and number of this process's share of so many columns, in units; None where somebody would have none."""
-    units, rest = divmod(count, unit)
-    if rest or units < cut.size:
-        return None
-    first, end = (units * rank // cut.size for rank in (cut.rank, cut.rank + 1))
-    return first * unit, (end - first) * unit
-
-
 def _cut_mlp(cut: _Cut, module: nn.Module, key: str) -> str | None:
     width = int(module.get_submodule("down_proj").in_features)  # type: ignore[arg-type]
     if recognize_gated_mlp(module) is None:
         return "feed-forward blocks of another make"
-    share = _spread(width, cut.unit(f"{key}.down_proj", _LEAST_COLUMNS), cut)
+    share = share_of(width, cut.unit(f"{key}.down_proj", LEAST_COLUMNS), cut.rank, cut.size)
     if share is None:
         return f"{width} columns of feed-forward blocks cannot be cut into {cut.size} of whole blocks of their type"
     for name in ("gate_proj", "up_proj"):
@@ -236,7 +224,7 @@ def _cut_attention(cut: _Cut, module: nn.Module, key: str) -> str | None:
     value_dim = int(module.get_submodule("o_proj").in_features) // heads  # type: ignore[arg-type]
     if heads % size or (kv_heads % size and size % kv_heads):
         return f"{heads} heads of queries and {kv_heads} of keys cannot be cut in {size}"
-    if heads // size * value_dim % cut.unit(f"{key}.o_proj", _LEAST_COLUMNS):
+    if heads // size * value_dim % cut.unit(f"{key}.o_proj", LEAST_COLUMNS):
         return f"{heads // size} heads of {value_dim} columns are no whole blocks of o_proj's type"
     count, kv_count = heads // size, max(kv_heads // size, 1)
     first, kv_first = cut.rank * count, cut.rank * kv_heads // size
@@ -270,7 +258,7 @@ def _cut_latent(cut: _Cut, module: nn.Module, key: str) -> str | None:
     heads, count = spec.num_heads, spec.num_heads // cut.size
     if heads % cut.size:
         return f"{heads} heads cannot be cut in {cut.size}"
-    if count * spec.v_dim % cut.unit(f"{key}.o_proj", _LEAST_COLUMNS):
+    if count * spec.v_dim % cut.unit(f"{key}.o_proj", LEAST_COLUMNS):
         return f"{count} heads of {spec.v_dim} columns are no whole blocks of o_proj's type"
     first = cut.rank * count
     query = "q_b_proj" if _child(module, "q_b_proj") is not None else "q_proj"

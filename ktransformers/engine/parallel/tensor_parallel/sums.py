@@ -44,6 +44,9 @@ logger = logging.getLogger(__name__)
 _USES_PEER_KERNEL = True
 """Whether our kernel is tried before torch's."""
 
+_FAILURES = (RuntimeError, ImportError, AttributeError, TypeError)
+"""Of symmetric memory, whose interface in torch is not settled: without it NCCL adds up."""
+
 _MOST_PEERS = 4
 """Processes up to which our kernel adds up: each reads all shares, which are more than two passes of torch's read."""
 
@@ -224,7 +227,7 @@ def open_sums(num_values: int, device: torch.device, rank: int, size: int) -> Su
         return _fall_back(otherwise, rank, reason)
     try:
         buffer, kernels = _open_symmetric(num_values, device, rank, size)
-    except RuntimeError as error:
+    except _FAILURES as error:
         buffer, kernels, reason = torch.empty(0), {}, _first_line(error)
     if not _agree(bool(kernels), device):
         return _fall_back(otherwise, rank, reason)
@@ -232,7 +235,7 @@ def open_sums(num_values: int, device: torch.device, rank: int, size: int) -> Su
         try:
             made = SymmetricSums(buffer, make(), otherwise)
             reason = None if _is_right(made, device, rank, size) else f"a first sum by {name} was wrong"
-        except RuntimeError as error:
+        except _FAILURES as error:
             reason = _first_line(error)
         if _agree(reason is None, device):
             if not rank:

@@ -94,6 +94,8 @@ def convert_rows(targets: Sequence[Tensor], sources: Sequence[Tensor], notice: N
     widths = [int(source.shape[1]) for source in sources] + [0] * (MAX_MATRICES - count)
     pairs = [(sources[i], targets[i]) if i < count else (sources[0], targets[0]) for i in range(MAX_MATRICES)]
     if rows == 0 or max(widths) == 0:
+        if notice is not None:
+            raise ValueError("nothing is copied behind which a notice could be given")
         return
     told = (targets[0], 0, 0) if notice is None else (notice.counter, notice.address, notice.word)
     _convert_rows_kernel[(rows, -(-max(widths) // BLOCK))](

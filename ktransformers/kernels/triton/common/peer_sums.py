@@ -136,6 +136,8 @@ def peer_gather(shares: Tensor, signals: Tensor, rank: int, out: Tensor) -> None
     check_float("out", out, (None, None))
     if out.dtype != torch.float32 or out.shape[1] % size:
         raise ValueError(f"out must be fp32 [T, {size} * width], got {out.dtype} {list(out.shape)}")
+    if out.stride(1) != 1:
+        raise ValueError(f"rows of out must be contiguous, got strides {out.stride()}")
     numel, width = out.numel() // size, out.shape[1] // size
     if not numel:
         return

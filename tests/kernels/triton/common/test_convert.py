@@ -61,6 +61,8 @@ def test_a_notice_is_given_behind_all_that_is_copied_and_can_be_given_again(shap
 def test_arguments(device):
     x = torch.zeros(2, 4, device=device)
     convert_rows([x[:0]], [x[:0]])
+    with pytest.raises(ValueError, match="nothing is copied"):
+        convert_rows([x[:0]], [x[:0]], Notice(torch.zeros(1, dtype=torch.int32, device=device), 0, 1))
     with pytest.raises(ValueError, match="1 to 3 matrices"):
         convert_rows([x] * 4, [x] * 4)
     with pytest.raises(ValueError, match="matrix 1 must be"):
