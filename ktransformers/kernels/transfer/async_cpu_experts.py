@@ -146,7 +146,7 @@ class AsyncCpuExperts:
         buffers = [buffer[:rows] for buffer in (self._hidden, self._ids, self._weights)]
         sources = [hidden_states, topk_ids, topk_weights]
         if self._word_address:
-            self._driver.copy_and_tell(buffers, sources, self._word_address, self._announced(layer, rows))
+            self._driver.copy_and_signal(buffers, sources, self._word_address, self._announced(layer, rows))
             return
         self._driver.copy(buffers, sources)
         self._begin(layer, rows)

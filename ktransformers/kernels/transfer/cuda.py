@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from ktransformers.errors import KernelError
 from ktransformers.kernels.triton.common import runtime
-from ktransformers.kernels.triton.common.convert import Notice, convert_rows, wait_for_word
+from ktransformers.kernels.triton.common.convert import CopySignal, convert_rows, wait_for_word
 
 __all__ = ["CudaDriver", "StreamDriver"]
 
@@ -62,7 +62,7 @@ class StreamDriver(Protocol):
         """Copy up to three matrices [T, any] between the device and pinned memory, converted to the targets' types."""
         ...
 
-    def copy_and_tell(self, targets: Sequence[Tensor], sources: Sequence[Tensor], address: int, value: int) -> None:
+    def copy_and_signal(self, targets: Sequence[Tensor], sources: Sequence[Tensor], address: int, value: int) -> None:
         """Copy as `copy` does, to pinned memory, and write behind it as `write_value` does."""
         self.copy(targets, sources)
         self.write_value(address, value)
@@ -209,14 +209,14 @@ class CudaDriver(StreamDriver):
             target.copy_(source, non_blocking=True)
 
     @override
-    def copy_and_tell(self, targets: Sequence[Tensor], sources: Sequence[Tensor], address: int, value: int) -> None:
+    def copy_and_signal(self, targets: Sequence[Tensor], sources: Sequence[Tensor], address: int, value: int) -> None:
         is_small = self._uses_kernels and 0 < sources[0].shape[0] <= self._kernel_rows
         counter = self._counter if is_small else None
         if counter is None:
-            super().copy_and_tell(targets, sources, address, value)
+            super().copy_and_signal(targets, sources, address, value)
             return
         with torch.cuda.device(self.device):
-            convert_rows(targets, sources, Notice(counter, address, value))
+            convert_rows(targets, sources, CopySignal(counter, address, value))
 
     @override
     def synchronize(self) -> None:

@@ -97,7 +97,7 @@ class FakeDriver:
 
         self.enqueue(copy)
 
-    def copy_and_tell(
+    def copy_and_signal(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], address: int, value: int
     ) -> None:
         self.copy(targets, sources)

@@ -55,7 +55,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
-    """The driver's order to meet the other processes and to capture graphs. place: where to meet, a file or
+    """The driver's order to rendezvous with the other processes and to capture graphs. place: where, a file or
     tcp://HOST:PORT. sizes: (rows, sequences, kept logits) of steps that are padded. is_captured: whether graphs are
     made."""
 
@@ -150,8 +150,8 @@ def _split(numbers: np.ndarray[Any, Any], *lengths: int) -> list[torch.Tensor]:
 
 
 class Regroup(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The driver's order to meet anew after a process was replaced. place: as Begin has it. Steps before it that were
-    not computed never will be."""
+    """The driver's order to rendezvous anew after a process was replaced. place: as Begin has it. Steps before it that
+    were not computed never will be."""
 
     place: str
 

@@ -21,7 +21,7 @@ from ktransformers.operators.partial_sums import RankGroup, ShareProduct
 
 __all__ = ["TensorGroup"]
 
-_MEETING_SECONDS = 1800.0
+_RENDEZVOUS_SECONDS = 1800.0
 """Until all have met: the slowest may read its weights from a disk."""
 
 
@@ -57,7 +57,7 @@ class TensorGroup(RankGroup):
             store=_store(file, self._size),
             rank=self._rank,
             world_size=self._size,
-            timeout=datetime.timedelta(seconds=_MEETING_SECONDS),
+            timeout=datetime.timedelta(seconds=_RENDEZVOUS_SECONDS),
         )
         distributed.all_reduce(torch.zeros(1, device=device))  # connects, which no graph can while it is captured
         self._sums = open_sums(self._num_values, device, self._rank, self._size)

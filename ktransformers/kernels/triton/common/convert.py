@@ -1,7 +1,7 @@
 """Copies of a few matrices in one launch, with conversion, and a wait. Either side may be pinned memory of the CPU's.
 
 One launch takes about as long as one copy of a copy engine, and small steps are made of many small copies. A launch
-that copies to the CPU can tell it so by a word: a stream's own operation for that held the stream up for 7 us (H100).
+that copies to the CPU signals it by a word: a stream's own operation for that held the stream up for 7 us (H100).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from ktransformers.kernels.triton.common.arrival import arrive_last
 from ktransformers.kernels.triton.common.runtime import jit, tl
 
-__all__ = ["MAX_MATRICES", "Notice", "convert_rows", "wait_for_word"]
+__all__ = ["MAX_MATRICES", "CopySignal", "convert_rows", "wait_for_word"]
 
 MAX_MATRICES = 3
 BLOCK = 1024
@@ -31,10 +31,10 @@ def _convert_one(source_ptr, target_ptr, source_row, target_row, row, columns, W
 def _convert_rows_kernel(
     source0_ptr, target0_ptr, source1_ptr, target1_ptr, source2_ptr, target2_ptr,
     source0_row, target0_row, source1_row, target1_row, source2_row, target2_row, counter, address, word,
-    WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, WIDTH2: tl.constexpr, BLOCK: tl.constexpr, TELLS: tl.constexpr,
+    WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, WIDTH2: tl.constexpr, BLOCK: tl.constexpr, SIGNALS: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, blocks of the widest): BLOCK columns of one row of each matrix; a matrix of width 0 is not there.
-    TELLS: the last program writes `word`, once all others have written their part."""
+    SIGNALS: the last program writes `word`, once all others have written their part."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     _convert_one(source0_ptr, target0_ptr, source0_row, target0_row, row, columns, WIDTH0)
@@ -42,7 +42,7 @@ def _convert_rows_kernel(
         _convert_one(source1_ptr, target1_ptr, source1_row, target1_row, row, columns, WIDTH1)
     if WIDTH2 > 0:
         _convert_one(source2_ptr, target2_ptr, source2_row, target2_row, row, columns, WIDTH2)
-    if TELLS:  # noqa: SIM102 - Triton would compile both sides of an `and`
+    if SIGNALS:  # noqa: SIM102 - Triton would compile both sides of an `and`
         if arrive_last(counter, tl.num_programs(0) * tl.num_programs(1)):
             # One thread writes it, once: the CPU may have answered before a second one did.
             at = address.to(tl.pointer_type(tl.int32))
@@ -66,7 +66,7 @@ def wait_for_word(address: int, value: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
+class CopySignal:
     """What tells the CPU that a copy is there: the int32 at `address`, in pinned memory as the device sees it, becomes
     `word`. counter: int32 [1] on the device, 0 between launches, of one stream."""
 
@@ -75,10 +75,10 @@ class Notice:
     word: int
 
 
-def convert_rows(targets: Sequence[Tensor], sources: Sequence[Tensor], notice: Notice | None = None) -> None:
+def convert_rows(targets: Sequence[Tensor], sources: Sequence[Tensor], signal: CopySignal | None = None) -> None:
     """Copy sources[i] [T, N_i] to targets[i] [T, N_i], in the target's type; 1 to 3 matrices of any numeric types.
 
-    Rows may be any distance apart, their elements are contiguous. On the GPU, or in pinned memory. notice: given
+    Rows may be any distance apart, their elements are contiguous. On the GPU, or in pinned memory. signal: given
     behind all that is copied; not without rows. Raises ValueError for shapes that do not fit.
     """
     count, rows = len(sources), int(sources[0].shape[0])
@@ -94,11 +94,12 @@ def convert_rows(targets: Sequence[Tensor], sources: Sequence[Tensor], notice: N
     widths = [int(source.shape[1]) for source in sources] + [0] * (MAX_MATRICES - count)
     pairs = [(sources[i], targets[i]) if i < count else (sources[0], targets[0]) for i in range(MAX_MATRICES)]
     if rows == 0 or max(widths) == 0:
-        if notice is not None:
-            raise ValueError("nothing is copied behind which a notice could be given")
+        if signal is not None:
+            raise ValueError("nothing is copied behind which a signal could be given")
         return
-    told = (targets[0], 0, 0) if notice is None else (notice.counter, notice.address, notice.word)
+    given = (targets[0], 0, 0) if signal is None else (signal.counter, signal.address, signal.word)
     _convert_rows_kernel[(rows, -(-max(widths) // BLOCK))](
         *(tensor for pair in pairs for tensor in pair), *(tensor.stride(0) for pair in pairs for tensor in pair),
-        *told, WIDTH0=widths[0], WIDTH1=widths[1], WIDTH2=widths[2], BLOCK=BLOCK, TELLS=notice is not None, num_warps=4,
+        *given, WIDTH0=widths[0], WIDTH1=widths[1], WIDTH2=widths[2], BLOCK=BLOCK, SIGNALS=signal is not None,
+        num_warps=4,
     )  # fmt: skip

@@ -35,7 +35,7 @@ def num_signals(size: int) -> int:
 
 
 @jit
-def _meet(signals_ptr, moment, RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr):
+def _barrier(signals_ptr, moment, RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr):
     """Wait until this program of all GPUs is here. signals_ptr: addresses of slots [2, PROGRAMS, SIZE] on each GPU."""
     slot = (moment * PROGRAMS + tl.program_id(0)) * SIZE  # the same in launches of any size
     tl.debug_barrier()  # what any thread has read or written is before the signal
@@ -57,7 +57,7 @@ def _peer_sum_kernel(
     RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). shares_ptr, signals_ptr: int64 [SIZE], addresses on each GPU."""
-    _meet(signals_ptr, 0, RANK, SIZE, PROGRAMS)
+    _barrier(signals_ptr, 0, RANK, SIZE, PROGRAMS)
     for begin in range(tl.program_id(0) * BLOCK, numel, tl.num_programs(0) * BLOCK):
         columns = begin + tl.arange(0, BLOCK)
         mask = columns < numel
@@ -68,7 +68,7 @@ def _peer_sum_kernel(
             share = tl.multiple_of(tl.load(shares_ptr + rank).to(tl.pointer_type(tl.float32)), 16)
             total += tl.load(share + columns, mask=mask, other=0.0, cache_modifier=".cg")
         tl.store(out_ptr + columns, total.to(out_ptr.dtype.element_ty), mask=mask)
-    _meet(signals_ptr, 1, RANK, SIZE, PROGRAMS)
+    _barrier(signals_ptr, 1, RANK, SIZE, PROGRAMS)
 
 
 @jit
@@ -77,7 +77,7 @@ def _peer_gather_kernel(
     RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). numel: of one share, rows of `width`."""
-    _meet(signals_ptr, 0, RANK, SIZE, PROGRAMS)
+    _barrier(signals_ptr, 0, RANK, SIZE, PROGRAMS)
     for begin in range(tl.program_id(0) * BLOCK, numel, tl.num_programs(0) * BLOCK):
         values = begin + tl.arange(0, BLOCK)
         mask = values < numel
@@ -87,7 +87,7 @@ def _peer_gather_kernel(
             share = tl.multiple_of(tl.load(shares_ptr + rank).to(tl.pointer_type(tl.float32)), 16)
             value = tl.load(share + values, mask=mask, other=0.0, cache_modifier=".cg")  # see _peer_sum_kernel
             tl.store(place + rank * width, value, mask=mask)
-    _meet(signals_ptr, 1, RANK, SIZE, PROGRAMS)
+    _barrier(signals_ptr, 1, RANK, SIZE, PROGRAMS)
 
 
 def _check_addresses(shares: Tensor, signals: Tensor, rank: int) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ktransformers.kernels.transfer.cuda import CudaDriver
-from ktransformers.kernels.triton.common.convert import Notice, convert_rows
+from ktransformers.kernels.triton.common.convert import CopySignal, convert_rows
 
 
 @pytest.mark.parametrize("hidden", [1, 24, 2880])
@@ -43,7 +43,7 @@ def test_pinned_memory_on_both_sides(device):
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (1, 2880), (5, 2048)], ids=str)
-def test_a_notice_is_given_behind_all_that_is_copied_and_can_be_given_again(shape, device):
+def test_the_signal_is_behind_all_that_is_copied_and_can_be_repeated(shape, device):
     is_cuda = device.type == "cuda"
     word = torch.zeros(1, dtype=torch.int32, pin_memory=is_cuda)
     target = torch.zeros(shape, pin_memory=is_cuda)
@@ -51,7 +51,7 @@ def test_a_notice_is_given_behind_all_that_is_copied_and_can_be_given_again(shap
     counter = torch.zeros(1, dtype=torch.int32, device=device)
     for number in (1, 3 << 21 | 1 << 20 | 5):
         source = torch.full(shape, float(number), device=device)
-        convert_rows([target], [source], Notice(counter, address, number))
+        convert_rows([target], [source], CopySignal(counter, address, number))
         while word.item() != number:  # not a wait for the device: the word is all that is waited for
             assert is_cuda, "the word was not written"
         assert torch.equal(target, torch.full(shape, float(number)))
@@ -62,7 +62,7 @@ def test_arguments(device):
     x = torch.zeros(2, 4, device=device)
     convert_rows([x[:0]], [x[:0]])
     with pytest.raises(ValueError, match="nothing is copied"):
-        convert_rows([x[:0]], [x[:0]], Notice(torch.zeros(1, dtype=torch.int32, device=device), 0, 1))
+        convert_rows([x[:0]], [x[:0]], CopySignal(torch.zeros(1, dtype=torch.int32, device=device), 0, 1))
     with pytest.raises(ValueError, match="1 to 3 matrices"):
         convert_rows([x] * 4, [x] * 4)
     with pytest.raises(ValueError, match="matrix 1 must be"):
