@@ -240,7 +240,8 @@ def bench_speculative(work: SpeculativeWork) -> Record:
         (_of_texts if work.synthetic is None else _of_shape)(work, num_streams, table)
     path = work.config.gguf_path or work.config.model_path
     settings = {name: value for name, value in asdict(work).items() if name != "config"}
-    return {"machine": machine, "model": work.synthetic or str(path), "work": settings, "rows": table.rows}
+    name = work.synthetic or (None if path is None else path.name)
+    return {"machine": machine, "model": name, "work": settings, "rows": table.rows}
 
 
 def _chances(text: str) -> list[float]:

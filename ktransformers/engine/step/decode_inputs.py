@@ -259,55 +259,40 @@ class StaticInputs:
     def fill(self, source: DecodeInputs) -> None:
         """Take `source`, on the CPU, and pad it. Nothing may still read what was filled in before.
 
-        Its hidden states may be on the device already. All of the memory is written: it may be another graph's, too.
+        Its hidden states may be on the device already.
         """
-        rows, host, is_there = source.num_rows, self._host, source.hidden_states.device == self.device
+        rows, (seqs, pages) = source.num_rows, source.block_table.shape
+        host = self._host
+        self._staged.numpy().fill(0)  # torch would wake its threads for this
+        is_there = source.hidden_states.device == self.device
         if not is_there:
             host.hidden_states[:rows] = source.hidden_states
-            host.hidden_states[rows:].zero_()
-        _put(host.positions, source.positions)
-        if host.token_ids is not None:
-            _put(host.token_ids, source.token_ids)
-        _put(host.slot_mapping, source.slot_mapping, -1)
-        _put(host.seq_ids, source.seq_ids)
-        _put(host.kv_lens, source.kv_lens)
-        _put_table(host.block_table, source.block_table)
+        host.positions[:rows] = source.positions
+        if host.token_ids is not None and source.token_ids is not None:
+            host.token_ids[:rows] = source.token_ids
+        host.slot_mapping[:rows] = source.slot_mapping
+        host.slot_mapping[rows:] = -1
+        host.seq_ids[:rows] = source.seq_ids
+        host.kv_lens[:rows] = source.kv_lens
+        host.block_table[:seqs, :pages] = source.block_table
         if host.keep is not None:
-            _put(host.keep, torch.arange(rows) if source.keep is None else source.keep)
+            host.keep[: source.num_kept] = torch.arange(rows) if source.keep is None else source.keep
         if host.states is not None:
             _fill_states(host.states, source.states)
-        begin = _aligned(host.hidden_states.nbytes) if is_there else 0  # they are the first of the fields
-        self._data[begin:].copy_(self._staged[begin:], non_blocking=True)
+        self._data.copy_(self._staged, non_blocking=True)
         if is_there:
             self.inputs.hidden_states[:rows] = source.hidden_states
-            self.inputs.hidden_states[rows:].zero_()
-
-
-def _put(host: Tensor, source: Tensor | None, rest: int = 0) -> None:
-    """Write numbers [n] to the first of `host`, and `rest` behind them. numpy takes a fraction of torch's time."""
-    to, count = host.numpy(), 0 if source is None else len(source)
-    if source is not None:
-        to[:count] = source.numpy()
-    to[count:] = rest
-
-
-def _put_table(host: Tensor, source: Tensor) -> None:
-    """Write a block table [s, p] to the first of `host`, and page 0 behind it: some kernels read what they do not
-    use."""
-    (seqs, pages), to = source.shape, host.numpy()
-    to[:seqs, :pages] = source.numpy()
-    to[:seqs, pages:] = 0
-    to[seqs:] = 0
 
 
 def _fill_states(host: StateStep, source: StateStep | None) -> None:
     """Take `source` and pad it: with sequences that have no rows, and keep no state."""
-    if source is None:
-        for slots in (host.read_slots, host.write_slots, host.save_slots):
-            slots.fill_(-1)
-        host.first_rows.zero_()
-        return
-    _put(host.first_rows, source.first_rows, int(source.first_rows[-1]))
-    _put(host.read_slots, source.read_slots, -1)
-    _put(host.write_slots, source.write_slots, -1)
-    _put(host.save_slots, source.save_slots, -1)
+    for slots in (host.read_slots, host.write_slots, host.save_slots):
+        slots.fill_(-1)
+    host.first_rows.zero_()
+    if source is not None:
+        seqs = source.num_seqs
+        host.first_rows[: seqs + 1] = source.first_rows
+        host.first_rows[seqs + 1 :] = source.first_rows[-1]
+        host.read_slots[:seqs] = source.read_slots
+        host.write_slots[:seqs] = source.write_slots
+        host.save_slots[: len(source.save_slots)] = source.save_slots
