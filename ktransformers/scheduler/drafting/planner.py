@@ -13,8 +13,10 @@ found out, by timing each number of rows (row_costs.py) and by comparing drafts 
 Where the engine finds the drafts (engine_drafts.py), each further one of a step's longest draft takes it a step of its
 own, whose time is measured, too. Nothing is learnt of drafts that are not run, so that a few always are.
 
-Looking for drafts takes time, too, which counts where steps take less than a millisecond. Where hardly any is accepted
-it pauses for as long as that makes it cheap.
+Looking for drafts in the text takes time, too, which counts where steps take less than a few milliseconds. So a sequence
+has a number of looks: each takes one of them, each accepted draft token brings some back. Without any left it rests: it
+is looked at every few steps, with all others, so that this takes the share _MOST_TIME of a step's time. What is copied
+goes on for longer than that. Nor are all steps timed where none has draft tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from ktransformers.scheduler.batch import PlannedStep
+from ktransformers.scheduler.batch import PlannedRow, PlannedStep
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.drafting.acceptance import AcceptanceRates
 from ktransformers.scheduler.drafting.engine_drafts import MAX_STREAK, EngineDrafts
@@ -32,6 +34,7 @@ from ktransformers.scheduler.drafting.prompt_lookup import MAX_MATCH, PromptLook
 from ktransformers.scheduler.drafting.row_costs import DraftCost, RowCosts
 from ktransformers.scheduler.records import UNKNOWN
 from ktransformers.scheduler.sequence import Drafter, Sequence
+from ktransformers.scheduler.step_times import size_of
 
 __all__ = ["MARGIN", "DraftPlanner"]
 
@@ -41,14 +44,15 @@ MARGIN = 1.05
 _PROBE = 128
 """Steps of decodes after which the engine drafts once more, though it did not pay: texts change."""
 
-_WINDOW = 32
-"""Steps after which it is decided whether to pause."""
+_TRIES = 3
+"""Steps with draft tokens of a size after which the least of their times counts: the first one finds nothing in caches,
+and what was slow by chance would not be tried again."""
 
-_FEW = 0.05
-"""The share of tokens that were accepted below which there may be a pause."""
+_MOST_LOOKS, _LOOKS_PER_TOKEN = 32, 8
+"""Looks that a sequence has at most, and those that an accepted draft token brings back."""
 
-_LOOKUP_SECONDS, _MOST_TIME = 15e-6, 0.005
-"""What drafting takes a sequence and step, and the share of a step's time that it may take for nothing."""
+_LOOK_SECONDS, _MOST_TIME, _LONGEST_REST = 10e-6, 0.005, 32
+"""What a look takes at the end of a rest, the share of a step's time that it may take, and the most steps of a rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,74 +81,95 @@ class DraftPlanner:
         self._rates, self._costs = AcceptanceRates(MAX_MATCH), RowCosts(max_rows)
         self._by_engine = config.drafts_in_engine
         self._engine_rates, self._draft_cost = AcceptanceRates(MAX_STREAK, max(self.most - 1, 1)), DraftCost()
-        self._num_undrafted = 0  # steps since the engine last drafted
-        self._num_steps = self._num_tokens = self._num_accepted = 0  # of the window
-        self._pause = 0  # steps that are left of it
+        self._num_undrafted = 0  # steps since the engine last drafted, where it does
+        self._num_untimed = self._rest = 0  # steps to come that are not timed, and in which few sequences are looked at
+        self._tries: dict[int, list[float]] = {}  # of steps with draft tokens, by size: what the first ones took
 
-    def add_token(self, seq: Sequence, *, is_accepted: bool) -> None:
-        """Note that an answer has a token more. Its draft is compared with it, whether a step ran that or not."""
-        if seq.params.max_drafts != 0:
-            self._num_tokens += 1
-            self._num_accepted += is_accepted
-        if seq.drafter is not None and not self._pause and len(seq.drafter) == seq.known_len - 1:
-            seq.drafter.add(seq.token_ids[-1])
-
-    def add_row(self, seq: Sequence, num_drafted: int, num_accepted: int, *, is_cut: bool) -> None:
+    def add_row(self, row: PlannedRow, num_accepted: int, *, is_cut: bool) -> None:
         """Note what became of a row's draft tokens. is_cut: the answer ended, so that some were not looked at."""
-        if isinstance(seq.drafter, EngineDrafts):
-            seq.drafter.took(num_drafted, num_accepted, is_cut=is_cut)
+        seq = row.seq
+        if num_accepted:
+            seq.num_looks = min(max(seq.num_looks, 0) + _LOOKS_PER_TOKEN * num_accepted, _MOST_LOOKS)
+        if isinstance(seq.drafter, EngineDrafts) and row.drafts[-1] == UNKNOWN:
+            seq.drafter.took(len(row.drafts), num_accepted, is_cut=is_cut)
 
     def add_step(self, step: PlannedStep, seconds: float, draft_seconds: float = 0.0) -> None:
         """Note what a step took, with all that lies between steps, and what of that the engine took to find draft
         tokens. The step's tokens come later."""
+        if self._num_untimed and not step.num_drafted:
+            self._num_untimed -= 1
+            return
         if not self.most or not all(row.is_decode for row in step.rows):
             return
-        deepest = max((len(row.drafts) for row in step.rows), default=0)
-        self._costs.add(step.num_rows, seconds - draft_seconds, is_ahead=step.is_ahead, is_drafted=deepest > 0)
         found = max((len(row.drafts) for row in step.rows if row.drafts and row.drafts[-1] == UNKNOWN), default=0)
-        if found and draft_seconds > 0:  # copies of the text cost the engine nothing
+        self._num_undrafted = 0 if found else self._num_undrafted + 1
+        if found and draft_seconds > 0:
             self._draft_cost.add(found, draft_seconds)
-        if self._by_engine:
-            self._num_undrafted = 0 if found else self._num_undrafted + 1
-            return
-        if self._pause:
-            self._pause -= 1
-            return
-        self._num_steps += 1
-        if self._num_steps == _WINDOW:
-            if self._num_accepted < _FEW * self._num_tokens and seconds > 0:
-                share = len(step.rows) * _LOOKUP_SECONDS / seconds
-                self._pause = round(_WINDOW * max(share / _MOST_TIME - 1.0, 0.0))
-            self._num_steps = self._num_tokens = self._num_accepted = 0
+        seconds, is_drafted = seconds - draft_seconds, step.num_drafted > 0
+        tries = self._tries.setdefault(size_of(step.num_rows), [])
+        if is_drafted and len(tries) < _TRIES:
+            tries.append(seconds)
+            if len(tries) < _TRIES:
+                return
+            seconds = min(tries)
+        self._costs.add(step.num_rows, seconds, is_ahead=step.is_ahead, is_drafted=is_drafted)
+        self._num_untimed = self._costs.skip(step.num_rows)
+        self._num_undrafted += self._num_untimed
 
     def drafts(self, decodes: Seq[Sequence], prefills: Seq[Sequence]) -> list[list[int]]:
         """Return the draft tokens that the next step is to run for each of these sequences.
 
         None beside prompts, which use the time better, nor where the last token of a sequence is not known yet.
         """
-        if not self.most or self._pause or prefills or not self._may_pay(decodes):
-            return [[] for _ in decodes]
-        counts, _ = self._counts([self._chances(seq, self._most_of(seq)) for seq in decodes], self._costly(decodes))
+        awake = self._awake(decodes, prefills)
+        if not awake or not self._may_pay(decodes, awake):
+            return [[]] * len(decodes)
+        chances = [self._chances(seq, self.most) if seq in awake else [] for seq in decodes]
+        costly = self._costly(decodes, chances)
+        counts, _ = self._counts(chances, costly)
         if self._is_due and not any(counts):
             self._engine_rates.doubt()
             self._num_undrafted = 0  # tried, whether there is room for it or not
-            counts = [int(self._most_of(seq) > 0) for seq in decodes]
-        return [self._drafter(seq).draft(count) if count else [] for seq, count in zip(decodes, counts, strict=True)]
+            counts = costly = [self._most_of(seq) > 0 for seq in decodes]
+        return [
+            [] if not count else [UNKNOWN] * count if is_costly else self._drafter(seq).draft(count)
+            for seq, count, is_costly in zip(decodes, counts, costly, strict=True)
+        ]
 
-    def _may_pay(self, decodes: Seq[Sequence]) -> bool:
-        """Whether all last tokens are known, and any draft token is likely enough. Most steps end here."""
-        if not self._costs.knows(len(decodes)):
-            return False  # what a step without drafts takes has to be known first
-        likeliest = 0.0
-        for seq in decodes:
-            if seq.run is None or seq.run.num_pending or not seq.completion_len:
-                return False
-            likeliest = max(likeliest, *self._chances(seq, min(self._most_of(seq), 1)), 0.0)
+    def _awake(self, decodes: Seq[Sequence], prefills: Seq[Sequence]) -> set[Sequence]:
+        """Those that are looked at. Where nothing pays, most steps end here."""
+        if not self.most or prefills:
+            return set()
+        if self._rest > 0 and not self._is_due:
+            self._rest -= 1
+            return {seq for seq in decodes if seq.num_looks > 0}
+        return set(decodes)
+
+    def _may_pay(self, decodes: Seq[Sequence], awake: set[Sequence]) -> bool:
+        """Whether all last tokens are known, and any draft token is likely enough."""
+        if not self._knows_alone(len(decodes)):
+            return False
+        if any(seq.run is None or seq.run.num_pending or not seq.completion_len for seq in decodes):
+            return False
+        self._look(awake, len(decodes))
+        likeliest = max((chance for seq in awake for chance in self._chances(seq, 1)), default=0.0)
         return likeliest > self._costs.least_chance(len(decodes), MARGIN) or self._is_due
+
+    def _knows_alone(self, num_rows: int) -> bool:
+        """Whether it is known what a step without draft tokens takes now."""
+        return self._costs.knows(num_rows) and not self._costs.is_stale(num_rows)
+
+    def _look(self, awake: set[Sequence], num_rows: int) -> None:
+        """Count that these are looked at; of all others, and of those without looks left, when that is next."""
+        for seq in awake:
+            seq.num_looks -= 1
+        if self._rest <= 0:
+            share = _LOOK_SECONDS / self._costs.seconds(num_rows)
+            self._rest = min(round(num_rows * share / _MOST_TIME), _LONGEST_REST)
 
     @property
     def _is_due(self) -> bool:
-        return self._num_undrafted >= _PROBE
+        return self._by_engine and self._num_undrafted >= _PROBE
 
     def awaits_tokens(self, running: Seq[Sequence], decodes: Seq[Sequence], prefills: Seq[Sequence]) -> bool:
         """Whether the step in flight is to be committed before the next one is planned: it runs draft tokens, or the
@@ -156,21 +181,26 @@ class DraftPlanner:
             return False
         if any(seq.run is not None and seq.run.num_drafted for seq in running):
             return True
-        if prefills or self._pause:
+        awake = self._awake(decodes, prefills)
+        if not awake or not self._knows_alone(len(decodes)):
             return False
+        self._look(awake, len(decodes))
         chances, firsts, costs = list[list[float]](), list[float](), self._costs
         for seq in decodes:
-            most = self._most_of(seq)
+            most = self._most_of(seq) if seq in awake else 0
             first, later = self._drafter(seq).later(most) if most else (1.0, [])
             chances.append(later)
             firsts.append(first)
-        counts, gain = self._counts(chances, self._costly(decodes))
+        counts, gain = self._counts(chances, self._costly(decodes, chances))
         if not any(counts):
             return self._is_due and any(self._most_of(seq) for seq in decodes)
         first = min(chance for chance, count in zip(firsts, counts, strict=True) if count)
         # One wait is lost for sure. Drafts that are right `first` of the time go on for 1 / (1 - first) steps.
         lost = len(decodes) * math.log1p(costs.wait / costs.seconds(len(decodes)))
-        return first * gain > (1.0 - first) * lost
+        is_awaited = first * gain > (1.0 - first) * lost
+        if is_awaited:
+            self._rest = 0  # they are looked at again then
+        return is_awaited
 
     def _drafter(self, seq: Sequence) -> Drafter:
         drafter = seq.drafter
@@ -178,7 +208,10 @@ class DraftPlanner:
             lookup = PromptLookup(seq.token_ids, self._rates, seq.request.prediction_ids)
             drafter = EngineDrafts(lookup, self._engine_rates) if self._by_engine else lookup
             seq.drafter = drafter
-        elif len(drafter) < seq.known_len:  # behind a pause
+        elif seq.num_looks > 0 or len(drafter) == seq.known_len - 1:
+            for token_id in seq.token_ids[len(drafter) :]:
+                drafter.add(token_id)
+        elif len(drafter) < seq.known_len:
             drafter.extend(seq.token_ids[len(drafter) :])
         return drafter
 
@@ -188,14 +221,15 @@ class DraftPlanner:
         most = self.most if asked is None else min(asked, self.most)
         return max(min(most, seq.limit_len - seq.known_len - 1), 0)
 
-    def _chances(self, seq: Sequence, count: int) -> list[float]:
-        """Of its first 1, 2, ... count draft tokens, to be all accepted."""
-        return self._drafter(seq).chances(count) if count > 0 else []
+    def _chances(self, seq: Sequence, limit: int) -> list[float]:
+        """Of its first 1, 2, ... draft tokens, up to `limit`, to be all accepted."""
+        most = min(self._most_of(seq), limit)
+        return self._drafter(seq).chances(most) if most > 0 else []
 
-    def _costly(self, seqs: Seq[Sequence]) -> list[bool]:
-        """Of each sequence, whether the engine has to find its draft tokens."""
-        drafters = ((seq.drafter, self._most_of(seq)) for seq in seqs)
-        return [isinstance(drafter, EngineDrafts) and not drafter.copies(most) for drafter, most in drafters]
+    def _costly(self, seqs: Seq[Sequence], chances: Seq[Seq[float]]) -> list[bool]:
+        """Of each sequence, whether the engine has to find the draft tokens of these chances."""
+        found = zip(seqs, chances, strict=True)
+        return [bool(one) and not self._drafter(seq).copies(self._most_of(seq)) for seq, one in found]
 
     def _counts(self, chances: list[list[float]], costly: Seq[bool]) -> tuple[list[int], float]:
         """How many draft tokens each sequence gets, and the logarithm of how many times as fast all of them together
