@@ -123,7 +123,7 @@ class Sequence:
     cached_len: int | None = None  # None until first admitted
     run: RunningState | None = None
     drafter: Drafter | None = None
-    num_looks: int = FIRST_LOOKS
+    num_looks: float = FIRST_LOOKS
     num_drafted: int = 0
     num_accepted: int = 0
     common: dict[int, int] = field(default_factory=dict)  # by another's arrival: leading tokens that both prompts have

@@ -106,7 +106,7 @@ class ForwardPass:
         return self._logits(positions=inputs.positions, keep=inputs.keep, context=inputs.context, **tokens)
 
     def _logits(self, *, positions: Tensor, keep: Tensor, context: ForwardContext, **tokens: Tensor) -> Tensor:
-        with self._math:
+        with self._math, self.tap or nullcontext():
             output = self.model(
                 **tokens, position_ids=positions, use_cache=False, logits_to_keep=keep, forward_context=context
             )

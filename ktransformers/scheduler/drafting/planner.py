@@ -22,9 +22,7 @@ goes on for longer than that. Nor are all steps timed where none has draft token
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 from ktransformers.scheduler.batch import PlannedRow, PlannedStep
 from ktransformers.scheduler.config import SchedulerConfig
@@ -48,28 +46,12 @@ _TRIES = 3
 """Steps with draft tokens of a size after which the least of their times counts: the first one finds nothing in caches,
 and what was slow by chance would not be tried again."""
 
-_MOST_LOOKS, _LOOKS_PER_TOKEN = 32, 8
-"""Looks that a sequence has at most, and those that an accepted draft token brings back."""
+_MOST_LOOKS, _SAVED = 32, 0.25
+"""Looks that a sequence has at most; and the share of a token's time that an accepted draft token is taken to save, in
+which as many looks as it brings back may take place."""
 
 _LOOK_SECONDS, _MOST_TIME, _LONGEST_REST = 10e-6, 0.005, 32
 """What a look takes at the end of a rest, the share of a step's time that it may take, and the most steps of a rest."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Draft:
-    """The depth'th draft token of the index'th sequence, and the logarithm of what that has more tokens by it."""
-
-    index: int
-    depth: int
-    gain: float
-
-
-def _drafts_of(index: int, chances: Seq[float]) -> Iterator[_Draft]:
-    """The draft tokens of a sequence, each of less gain than the one before."""
-    tokens = 1.0
-    for depth, chance in enumerate(chances):
-        yield _Draft(index, depth, math.log1p(chance / tokens))
-        tokens += chance
 
 
 class DraftPlanner:
@@ -82,6 +64,7 @@ class DraftPlanner:
         self._by_engine = config.drafts_in_engine
         self._engine_rates, self._draft_cost = AcceptanceRates(MAX_STREAK, max(self.most - 1, 1)), DraftCost()
         self._num_undrafted = 0  # steps since the engine last drafted, where it does
+        self._looks_per_token = 1.0
         self._num_untimed = self._rest = 0  # steps to come that are not timed, and in which few sequences are looked at
         self._tries: dict[int, list[float]] = {}  # of steps with draft tokens, by size: what the first ones took
 
@@ -89,7 +72,7 @@ class DraftPlanner:
         """Note what became of a row's draft tokens. is_cut: the answer ended, so that some were not looked at."""
         seq = row.seq
         if num_accepted:
-            seq.num_looks = min(max(seq.num_looks, 0) + _LOOKS_PER_TOKEN * num_accepted, _MOST_LOOKS)
+            seq.num_looks = min(max(seq.num_looks, 0) + self._looks_per_token * num_accepted, _MOST_LOOKS)
         if isinstance(seq.drafter, EngineDrafts) and row.drafts[-1] == UNKNOWN:
             seq.drafter.took(len(row.drafts), num_accepted, is_cut=is_cut)
 
@@ -122,9 +105,13 @@ class DraftPlanner:
         None beside prompts, which use the time better, nor where the last token of a sequence is not known yet.
         """
         awake = self._awake(decodes, prefills)
-        if not awake or not self._may_pay(decodes, awake):
+        if not awake or not self._can_draft(decodes):
             return [[]] * len(decodes)
-        chances = [self._chances(seq, self.most) if seq in awake else [] for seq in decodes]
+        self._look(awake, len(decodes))
+        chances = [self._chances(seq) if seq in awake else [] for seq in decodes]
+        likeliest = max(one[0] if one else 0.0 for one in chances)
+        if likeliest <= self._costs.least_chance(len(decodes), MARGIN) and not self._is_due:
+            return [[]] * len(decodes)
         costly = self._costly(decodes, chances)
         counts, _ = self._counts(chances, costly)
         if self._is_due and not any(counts):
@@ -145,15 +132,10 @@ class DraftPlanner:
             return {seq for seq in decodes if seq.num_looks > 0}
         return set(decodes)
 
-    def _may_pay(self, decodes: Seq[Sequence], awake: set[Sequence]) -> bool:
-        """Whether all last tokens are known, and any draft token is likely enough."""
-        if not self._knows_alone(len(decodes)):
-            return False
-        if any(seq.run is None or seq.run.num_pending or not seq.completion_len for seq in decodes):
-            return False
-        self._look(awake, len(decodes))
-        likeliest = max((chance for seq in awake for chance in self._chances(seq, 1)), default=0.0)
-        return likeliest > self._costs.least_chance(len(decodes), MARGIN) or self._is_due
+    def _can_draft(self, decodes: Seq[Sequence]) -> bool:
+        """Whether all last tokens are known, and what a step without draft tokens takes."""
+        are_known = all(seq.run is not None and not seq.run.num_pending and seq.completion_len for seq in decodes)
+        return are_known and self._knows_alone(len(decodes))
 
     def _knows_alone(self, num_rows: int) -> bool:
         """Whether it is known what a step without draft tokens takes now."""
@@ -164,8 +146,9 @@ class DraftPlanner:
         for seq in awake:
             seq.num_looks -= 1
         if self._rest <= 0:
-            share = _LOOK_SECONDS / self._costs.seconds(num_rows)
-            self._rest = min(round(num_rows * share / _MOST_TIME), _LONGEST_REST)
+            looks = self._costs.seconds(num_rows) / num_rows / _LOOK_SECONDS  # as long as a token of an answer takes
+            self._rest = min(round(1.0 / (_MOST_TIME * looks)), _LONGEST_REST)
+            self._looks_per_token = max(_SAVED * looks, 1.0)
 
     @property
     def _is_due(self) -> bool:
@@ -221,10 +204,10 @@ class DraftPlanner:
         most = self.most if asked is None else min(asked, self.most)
         return max(min(most, seq.limit_len - seq.known_len - 1), 0)
 
-    def _chances(self, seq: Sequence, limit: int) -> list[float]:
-        """Of its first 1, 2, ... draft tokens, up to `limit`, to be all accepted."""
-        most = min(self._most_of(seq), limit)
-        return self._drafter(seq).chances(most) if most > 0 else []
+    def _chances(self, seq: Sequence) -> list[float]:
+        """Of its first 1, 2, ... draft tokens, to be all accepted."""
+        most = self._most_of(seq)
+        return self._drafter(seq).chances(most) if most else []
 
     def _costly(self, seqs: Seq[Sequence], chances: Seq[Seq[float]]) -> list[bool]:
         """Of each sequence, whether the engine has to find the draft tokens of these chances."""
@@ -237,17 +220,23 @@ class DraftPlanner:
         counts, rows, costs = [0] * len(chances), len(chances), self._costs
         if not any(chances) or not costs.knows(rows):
             return counts, 0.0
-        drafts = [draft for i, one in enumerate(chances) for draft in _drafts_of(i, one)]
-        drafts.sort(key=lambda draft: (-draft.gain, draft.depth))
-        gain, best, chosen, alone = 0.0, rows * math.log(MARGIN), 0, costs.seconds(rows)
-        deepest, per_step = 0, self._draft_cost.seconds
-        for num, draft in enumerate(drafts[: min(self._chunk_size, costs.most_rows) - rows], 1):
-            gain += draft.gain
-            if costly[draft.index]:
-                deepest = max(deepest, draft.depth + 1)
-            left = gain - rows * math.log((costs.seconds(rows, num) + deepest * per_step) / alone)
-            if left > best:
-                best, chosen = left, num
-        for draft in drafts[:chosen]:
-            counts[draft.index] = max(counts[draft.index], draft.depth + 1)
+        drafts = list[tuple[float, int, int]]()  # what a token gains, negative; its depth, and whose it is
+        for index, one in enumerate(chances):
+            tokens = 1.0
+            for depth, chance in enumerate(one):
+                drafts.append((-math.log1p(chance / tokens), depth, index))
+                tokens += chance
+        drafts.sort()
+        gain, best, chosen, losses = 0.0, rows * math.log(MARGIN), 0, costs.losses(rows)
+        deepest, per_step = 0, self._draft_cost.seconds / costs.seconds(rows)
+        for num, (less, depth, index) in enumerate(drafts[: min(self._chunk_size - rows, len(losses) - 1)], 1):
+            gain, loss = gain - less, losses[num]
+            if costly[index]:
+                deepest = max(deepest, depth + 1)
+            if deepest:
+                loss = rows * math.log(math.exp(loss / rows) + deepest * per_step)
+            if gain - loss > best:
+                best, chosen = gain - loss, num
+        for _, depth, index in drafts[:chosen]:
+            counts[index] = max(counts[index], depth + 1)
         return counts, best if chosen else 0.0

@@ -78,6 +78,7 @@ class RowCosts:
         self._seconds: dict[int, float] = {}  # by size
         self._line: list[float] = []  # by rows, as far as it is told
         self._least: dict[tuple[int, float], float] = {}
+        self._losses: dict[int, list[float]] = {}
 
     def skip(self, rows: int) -> int:
         """Return how many steps without draft tokens, behind one of `rows` rows, need not be timed: of these enough is
@@ -112,7 +113,7 @@ class RowCosts:
         if len(times) < _KEPT or self._num_steps % _REFRESH == 0:
             for old in [size for size, last in self._last.items() if self._num_steps - last > self._lifetime(size)]:
                 del self._times[old], self._last[old]
-            self._line, self._least = self._drawn(), {}
+            self._line, self._least, self._losses = self._drawn(), {}, {}
 
     def _lifetime(self, size: int) -> int:
         return _LIFETIME if len(self._times[size]) >= _TRUSTED else _SHORT_LIFETIME
@@ -122,7 +123,7 @@ class RowCosts:
         alone = self._seconds.get(size)
         if alone is not None:
             self._waits.append(seconds - alone)
-            self.wait, self._least = max(median(self._waits), 0.0), {}
+            self.wait, self._least, self._losses = max(median(self._waits), 0.0), {}, {}
 
     def knows(self, rows: int) -> bool:
         """Whether steps of about so many rows were timed of late."""
@@ -145,16 +146,25 @@ class RowCosts:
         alone = self._seconds.get(self._sizes[rows], self._line[rows])
         return alone + self._line[rows + more] - self._line[rows] + (self.wait if more else 0.0)
 
+    def losses(self, rows: int) -> list[float]:
+        """Return what 0, 1, ... draft tokens beside so many rows, of which `knows` is true, lose as far as that can be
+        told: `rows` times the logarithm of how many times as long the step takes. Kept until times are added."""
+        found = self._losses.get(rows)
+        if found is None:
+            alone, here, ends = self.seconds(rows), self._line[rows], self._line[rows + 1 :]
+            found = [rows * math.log1p((end - here + self.wait) / alone) for end in ends]
+            found = self._losses[rows] = [0.0, *found]
+        return found
+
     def least_chance(self, rows: int, margin: float) -> float:
         """Return the chance that a draft token must have for any to pay beside so many rows, of which `knows` is true:
-        answers are then `margin` times as fast in the mean, see planner.py. Kept until times are added: most steps ask
-        no more than this."""
+        answers are then `margin` times as fast in the mean, see planner.py. Kept as `losses` are: most steps ask no
+        more than this."""
         least = self._least.get((rows, margin))
         if least is None:
-            alone, counts = self.seconds(rows), range(1, self.most_rows - rows + 1)
-            gains = (math.log(margin * self.seconds(rows, num) / alone) * rows / num for num in counts)
-            least = math.expm1(min(gains, default=1.0))
-            self._least[rows, margin] = least
+            more = rows * math.log(margin)
+            gains = [(more + loss) / num for num, loss in enumerate(self.losses(rows)) if num]
+            least = self._least[rows, margin] = math.expm1(min(gains, default=1.0))
         return least
 
     def _usual(self, times: Iterable[tuple[int, float, bool]]) -> float:
