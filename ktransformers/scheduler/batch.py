@@ -121,7 +121,9 @@ class Batch:
             self.num_sampled -= row.is_sampled
             self.num_drafted -= len(row.drafts)
 
-    def plan(self, step_id: int, ended: list[int], tiers: TierPlan | None = None) -> StepPlan:
+    def plan(
+        self, step_id: int, ended: list[int], tiers: TierPlan | None = None, *, is_observed: bool = True
+    ) -> StepPlan:
         """Make the record of the step for the engine. Call once: it notes where each run's token will be found in the
         results."""
         starts, rows, num_sampled = [], [], 0
@@ -151,7 +153,9 @@ class Batch:
             if planned.is_sampled:
                 run.sampled_index = num_sampled
                 num_sampled += 1
-        return StepPlan(step_id=step_id, starts=starts, rows=rows, ended=ended, tiers=tiers)
+        return StepPlan(
+            step_id=step_id, starts=starts, rows=rows, ended=ended, tiers=tiers, is_observed=is_observed
+        )
 
 
 def _saves(row: PlannedRow) -> list[tuple[int, int]]:

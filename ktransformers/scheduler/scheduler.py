@@ -291,7 +291,8 @@ class Scheduler:
         ended, self._ended = self._ended, []
         self._next_step += 1
         self._in_flight.append(step)
-        return batch.plan(step.step_id, ended, self._pages.take_copies(is_alone=not rows))
+        copies = self._pages.take_copies(is_alone=not rows)
+        return batch.plan(step.step_id, ended, copies, is_observed=self._drafts.is_observed)
 
     def _runnable(self) -> tuple[list[Sequence], list[Sequence]]:
         """Running sequences with tokens left to run, by rank: (one token, several tokens). With several stages those

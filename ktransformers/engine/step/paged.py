@@ -234,7 +234,7 @@ class PagedExecutor:
         self._previous = [_last_token(result) for result in results]
         sampling_ns = time.monotonic_ns() - sampling_ns
         scored = [self._score(row, _whole(logits)[at : at + count]) for row, at, count in kept.scored]
-        if self.drafter is not None:
+        if self.drafter is not None and plan.is_observed:
             self.drafter.observe(computed_rows(rows, inputs, results))
         ended_ns = time.monotonic_ns()
         if recorder is not None:

@@ -39,8 +39,13 @@ __all__ = ["MARGIN", "DraftPlanner"]
 MARGIN = 1.05
 """How many times as fast answers must become, in the mean: what is known of times and acceptance is not exact."""
 
-_PROBE = 128
-"""Steps of decodes after which the engine drafts once more, though it did not pay: texts change."""
+_PROBE, _LONGEST_PROBE = 128, 4096
+"""Steps of decodes after which the engine drafts once more, though it did not pay: texts change. After each time that
+its token was wrong twice as many; where it was right it goes on at once."""
+
+_OBSERVED = 16
+"""Steps behind and before one with draft tokens that an MTP layer is shown. It has nothing of the others: what it sees
+of the target makes up for that, and running it for all tokens costs more than a few drafts would."""
 
 _TRIES = 3
 """Steps with draft tokens of a size after which the least of their times counts: the first one finds nothing in caches,
@@ -63,6 +68,7 @@ class DraftPlanner:
         self._rates, self._costs = AcceptanceRates(MAX_MATCH), RowCosts(max_rows)
         self._by_engine = config.drafts_in_engine
         self._engine_rates, self._draft_cost = AcceptanceRates(MAX_STREAK, max(self.most - 1, 1)), DraftCost()
+        self._has_layer, self._probe, self._is_probing = config.drafter == "mtp", _PROBE, False
         self._num_undrafted = 0  # steps since the engine last drafted, where it does
         self._looks_per_token = 1.0
         self._num_untimed = self._rest = 0  # steps to come that are not timed, and in which few sequences are looked at
@@ -75,6 +81,9 @@ class DraftPlanner:
             seq.num_looks = min(max(seq.num_looks, 0) + self._looks_per_token * num_accepted, _MOST_LOOKS)
         if isinstance(seq.drafter, EngineDrafts) and row.drafts[-1] == UNKNOWN:
             seq.drafter.took(len(row.drafts), num_accepted, is_cut=is_cut)
+            if num_accepted:
+                self._probe = _PROBE
+                self._num_undrafted += self._is_probing * _PROBE
 
     def add_step(self, step: PlannedStep, seconds: float, draft_seconds: float = 0.0) -> None:
         """Note what a step took, with all that lies between steps, and what of that the engine took to find draft
@@ -114,9 +123,11 @@ class DraftPlanner:
             return [[]] * len(decodes)
         costly = self._costly(decodes, chances)
         counts, _ = self._counts(chances, costly)
+        self._is_probing = False
         if self._is_due and not any(counts):
             self._engine_rates.doubt()
-            self._num_undrafted = 0  # tried, whether there is room for it or not
+            self._num_undrafted, self._is_probing = 0, True  # tried, whether there is room for it or not
+            self._probe = min(2 * self._probe, _LONGEST_PROBE)
             counts = costly = [self._most_of(seq) > 0 for seq in decodes]
         return [
             [] if not count else [UNKNOWN] * count if is_costly else self._drafter(seq).draft(count)
@@ -151,8 +162,13 @@ class DraftPlanner:
             self._looks_per_token = max(_SAVED * looks, 1.0)
 
     @property
+    def is_observed(self) -> bool:
+        """Whether the engine's drafter is shown the next step, see StepPlan."""
+        return not self._has_layer or not _OBSERVED <= self._num_undrafted < self._probe - _OBSERVED
+
+    @property
     def _is_due(self) -> bool:
-        return self._by_engine and self._num_undrafted >= _PROBE
+        return self._by_engine and self._num_undrafted >= self._probe
 
     def awaits_tokens(self, running: Seq[Sequence], decodes: Seq[Sequence], prefills: Seq[Sequence]) -> bool:
         """Whether the step in flight is to be committed before the next one is planned: it runs draft tokens, or the
