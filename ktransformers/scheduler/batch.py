@@ -153,9 +153,7 @@ class Batch:
             if planned.is_sampled:
                 run.sampled_index = num_sampled
                 num_sampled += 1
-        return StepPlan(
-            step_id=step_id, starts=starts, rows=rows, ended=ended, tiers=tiers, is_observed=is_observed
-        )
+        return StepPlan(step_id=step_id, starts=starts, rows=rows, ended=ended, tiers=tiers, is_observed=is_observed)
 
 
 def _saves(row: PlannedRow) -> list[tuple[int, int]]:

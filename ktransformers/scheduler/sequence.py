@@ -48,7 +48,7 @@ class Drafter(Protocol):
         ...
 
     def copies(self, most: int) -> bool:
-        """Whether the first `most` draft tokens, those of `chances`, come from `draft`; False: the engine finds them."""
+        """Whether the first `most` draft tokens, those of `chances`, come from `draft`, and not from the engine."""
         ...
 
     def draft(self, most: int) -> list[int]:

@@ -13,10 +13,10 @@ found out, by timing each number of rows (row_costs.py) and by comparing drafts 
 Where the engine finds the drafts (engine_drafts.py), each further one of a step's longest draft takes it a step of its
 own, whose time is measured, too. Nothing is learnt of drafts that are not run, so that a few always are.
 
-Looking for drafts in the text takes time, too, which counts where steps take less than a few milliseconds. So a sequence
-has a number of looks: each takes one of them, each accepted draft token brings some back. Without any left it rests: it
-is looked at every few steps, with all others, so that this takes the share _MOST_TIME of a step's time. What is copied
-goes on for longer than that. Nor are all steps timed where none has draft tokens.
+Looking for drafts in the text takes time, too, which counts where steps take less than a few milliseconds. So a
+sequence has a number of looks: each takes one of them, each accepted draft token brings some back. Without any left it
+rests: it is looked at every few steps, with all others, so that this takes the share _MOST_TIME of a step's time. What
+is copied goes on for longer than that. Nor are all steps timed where none has draft tokens.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class DraftPlanner:
         self._has_layer, self._probe, self._is_probing = config.drafter == "mtp", _PROBE, False
         self._num_undrafted = 0  # steps since the engine last drafted, where it does
         self._looks_per_token = 1.0
-        self._num_untimed = self._rest = 0  # steps to come that are not timed, and in which few sequences are looked at
+        self._num_untimed = self._untimed_rows = 0  # steps of so many rows to come that are not timed
+        self._rest = 0  # steps to come in which few sequences are looked at
         self._tries: dict[int, list[float]] = {}  # of steps with draft tokens, by size: what the first ones took
 
     def add_row(self, row: PlannedRow, num_accepted: int, *, is_cut: bool) -> None:
@@ -88,10 +89,10 @@ class DraftPlanner:
     def add_step(self, step: PlannedStep, seconds: float, draft_seconds: float = 0.0) -> None:
         """Note what a step took, with all that lies between steps, and what of that the engine took to find draft
         tokens. The step's tokens come later."""
-        if self._num_untimed and not step.num_drafted:
+        if self._num_untimed and not step.num_drafted and len(step.rows) == self._untimed_rows:
             self._num_untimed -= 1
             return
-        if not self.most or not all(row.is_decode for row in step.rows):
+        if not self.most or not step.rows or not all(row.is_decode for row in step.rows):
             return
         found = max((len(row.drafts) for row in step.rows if row.drafts and row.drafts[-1] == UNKNOWN), default=0)
         self._num_undrafted = 0 if found else self._num_undrafted + 1
@@ -105,7 +106,7 @@ class DraftPlanner:
                 return
             seconds = min(tries)
         self._costs.add(step.num_rows, seconds, is_ahead=step.is_ahead, is_drafted=is_drafted)
-        self._num_untimed = self._costs.skip(step.num_rows)
+        self._num_untimed, self._untimed_rows = self._costs.skip(step.num_rows), step.num_rows
         self._num_undrafted += self._num_untimed
 
     def drafts(self, decodes: Seq[Sequence], prefills: Seq[Sequence]) -> list[list[int]]:
@@ -121,14 +122,15 @@ class DraftPlanner:
         likeliest = max(one[0] if one else 0.0 for one in chances)
         if likeliest <= self._costs.least_chance(len(decodes), MARGIN) and not self._is_due:
             return [[]] * len(decodes)
-        costly = self._costly(decodes, chances)
+        costly: Seq[bool] = self._costly(decodes, chances)
         counts, _ = self._counts(chances, costly)
         self._is_probing = False
         if self._is_due and not any(counts):
             self._engine_rates.doubt()
             self._num_undrafted, self._is_probing = 0, True  # tried, whether there is room for it or not
             self._probe = min(2 * self._probe, _LONGEST_PROBE)
-            counts = costly = [self._most_of(seq) > 0 for seq in decodes]
+            costly = [self._most_of(seq) > 0 for seq in decodes]
+            counts = [int(one) for one in costly]
         return [
             [] if not count else [UNKNOWN] * count if is_costly else self._drafter(seq).draft(count)
             for seq, count, is_costly in zip(decodes, counts, costly, strict=True)

@@ -1,10 +1,10 @@
 """Learns what steps of decodes take by their rows, drafted ones among them. Reads no clock.
 
 Sizes are as in step_times.py, half powers of two. Of the last few times of each the second least counts: what else the
-machine does only ever adds to them, and a median of a busy moment would make draft tokens look cheap until steps without
-any are run again. So they are, now and then. Between sizes that were timed
-of late, steps take what lies on the line through both. Beyond the largest a row is taken to cost a little less than the
-last one did: sizes up to twice as large are tried where that would pay, once, and known from then on.
+machine does only ever adds to them, and a median of a busy moment would make draft tokens look cheap until steps
+without any are run again. So they are, now and then. Between sizes that were timed of late, steps take what lies on the
+line through both. Beyond the largest a row is taken to cost a little less than the last one did: sizes up to twice as
+large are tried where that would pay, a few times, and known from then on.
 
 Where steps are planned ahead, those with draft tokens are not: what they draw has to be known before the next step is
 planned, and so has what is drawn before they are planned. Meanwhile nothing is computed:
