@@ -17,10 +17,7 @@ from typing import Protocol
 from ktransformers.core import AnswerEnd, SamplingParams
 from ktransformers.scheduler.records import Request
 
-__all__ = ["FIRST_LOOKS", "Drafter", "RunningState", "Sequence"]
-
-FIRST_LOOKS = 8
-"""Times that a drafter is asked for draft tokens, without any that is accepted, before that happens less often."""
+__all__ = ["Drafter", "RunningState", "Sequence"]
 
 
 class Drafter(Protocol):
@@ -123,7 +120,7 @@ class Sequence:
     cached_len: int | None = None  # None until first admitted
     run: RunningState | None = None
     drafter: Drafter | None = None
-    num_looks: float = FIRST_LOOKS
+    num_looks: float = 1.0
     num_drafted: int = 0
     num_accepted: int = 0
     common: dict[int, int] = field(default_factory=dict)  # by another's arrival: leading tokens that both prompts have

@@ -51,11 +51,12 @@ _TRIES = 3
 """Steps with draft tokens of a size after which the least of their times counts: the first one finds nothing in caches,
 and what was slow by chance would not be tried again."""
 
-_MOST_LOOKS, _SAVED = 32, 0.25
-"""Looks that a sequence has at most; and the share of a token's time that an accepted draft token is taken to save, in
-which as many looks as it brings back may take place."""
+_FIRST_LOOKS, _MOST_LOOKS, _SAVED = 8, 32, 0.25
+"""Looks that a sequence has at first, half of those that the one before it had if nothing was accepted since, and at
+most; and the share of a token's time that an accepted draft token is taken to save, in which as many looks as it brings
+back may take place."""
 
-_LOOK_SECONDS, _MOST_TIME, _LONGEST_REST = 10e-6, 0.005, 32
+_LOOK_SECONDS, _MOST_TIME, _LONGEST_REST = 20e-6, 0.005, 32
 """What a look takes at the end of a rest, the share of a step's time that it may take, and the most steps of a rest."""
 
 
@@ -70,7 +71,7 @@ class DraftPlanner:
         self._engine_rates, self._draft_cost = AcceptanceRates(MAX_STREAK, max(self.most - 1, 1)), DraftCost()
         self._has_layer, self._probe, self._is_probing = config.drafter == "mtp", _PROBE, False
         self._num_undrafted = 0  # steps since the engine last drafted, where it does
-        self._looks_per_token = 1.0
+        self._first_looks, self._looks_per_token = float(_FIRST_LOOKS), 1.0
         self._num_untimed = self._untimed_rows = 0  # steps of so many rows to come that are not timed
         self._rest = 0  # steps to come in which few sequences are looked at
         self._tries: dict[int, list[float]] = {}  # of steps with draft tokens, by size: what the first ones took
@@ -79,6 +80,7 @@ class DraftPlanner:
         """Note what became of a row's draft tokens. is_cut: the answer ended, so that some were not looked at."""
         seq = row.seq
         if num_accepted:
+            self._first_looks = float(_FIRST_LOOKS)
             seq.num_looks = min(max(seq.num_looks, 0) + self._looks_per_token * num_accepted, _MOST_LOOKS)
         if isinstance(seq.drafter, EngineDrafts) and row.drafts[-1] == UNKNOWN:
             seq.drafter.took(len(row.drafts), num_accepted, is_cut=is_cut)
@@ -208,7 +210,8 @@ class DraftPlanner:
         if drafter is None:
             lookup = PromptLookup(seq.token_ids, self._rates, seq.request.prediction_ids)
             drafter = EngineDrafts(lookup, self._engine_rates) if self._by_engine else lookup
-            seq.drafter = drafter
+            seq.drafter, seq.num_looks = drafter, self._first_looks
+            self._first_looks = max(self._first_looks / 2, 1.0)
         elif seq.num_looks > 0 or len(drafter) == seq.known_len - 1:
             for token_id in seq.token_ids[len(drafter) :]:
                 drafter.add(token_id)
