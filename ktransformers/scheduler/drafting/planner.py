@@ -73,14 +73,15 @@ class DraftPlanner:
         self._num_undrafted = 0  # steps since the engine last drafted, where it does
         self._first_looks, self._looks_per_token = float(_FIRST_LOOKS), 1.0
         self._num_untimed = self._untimed_rows = 0  # steps of so many rows to come that are not timed
-        self._rest = 0  # steps to come in which few sequences are looked at
+        self._rest, self._all_rest = 0, False  # steps to come in which few sequences are looked at, or none
+        self._alone = (1, 0.0)  # rows and seconds of the last step without draft tokens that was timed
         self._tries: dict[int, list[float]] = {}  # of steps with draft tokens, by size: what the first ones took
 
     def add_row(self, row: PlannedRow, num_accepted: int, *, is_cut: bool) -> None:
         """Note what became of a row's draft tokens. is_cut: the answer ended, so that some were not looked at."""
         seq = row.seq
         if num_accepted:
-            self._first_looks = float(_FIRST_LOOKS)
+            self._first_looks, self._all_rest = float(_FIRST_LOOKS), False
             seq.num_looks = min(max(seq.num_looks, 0) + self._looks_per_token * num_accepted, _MOST_LOOKS)
         if isinstance(seq.drafter, EngineDrafts) and row.drafts[-1] == UNKNOWN:
             seq.drafter.took(len(row.drafts), num_accepted, is_cut=is_cut)
@@ -96,34 +97,46 @@ class DraftPlanner:
             return
         if not self.most or not step.rows or not all(row.is_decode for row in step.rows):
             return
+        num_rows = len(step.rows) + step.num_drafted
+        self._num_undrafted += 1
+        if step.num_drafted:
+            seconds = self._drafted(step, num_rows, seconds - draft_seconds, draft_seconds)
+        else:
+            self._alone = num_rows, seconds
+        if seconds > 0:
+            self._costs.add(num_rows, seconds, is_ahead=step.is_ahead, is_drafted=step.num_drafted > 0)
+            self._num_untimed, self._untimed_rows = self._costs.skip(num_rows), num_rows
+            self._num_undrafted += self._num_untimed
+
+    def _drafted(self, step: PlannedStep, num_rows: int, seconds: float, draft_seconds: float) -> float:
+        """Note a step with draft tokens. Returns the seconds that count for its size, 0 of its first ones."""
         found = max((len(row.drafts) for row in step.rows if row.drafts and row.drafts[-1] == UNKNOWN), default=0)
-        self._num_undrafted = 0 if found else self._num_undrafted + 1
-        if found and draft_seconds > 0:
-            self._draft_cost.add(found, draft_seconds)
-        seconds, is_drafted = seconds - draft_seconds, step.num_drafted > 0
-        tries = self._tries.setdefault(size_of(step.num_rows), [])
-        if is_drafted and len(tries) < _TRIES:
+        if found:
+            self._num_undrafted = 0
+            if draft_seconds > 0:
+                self._draft_cost.add(found, draft_seconds)
+        tries = self._tries.setdefault(size_of(num_rows), [])
+        if len(tries) < _TRIES:
             tries.append(seconds)
-            if len(tries) < _TRIES:
-                return
-            seconds = min(tries)
-        self._costs.add(step.num_rows, seconds, is_ahead=step.is_ahead, is_drafted=is_drafted)
-        self._num_untimed, self._untimed_rows = self._costs.skip(step.num_rows), step.num_rows
-        self._num_undrafted += self._num_untimed
+            return min(tries) if len(tries) == _TRIES else 0.0
+        return seconds
 
     def drafts(self, decodes: Seq[Sequence], prefills: Seq[Sequence]) -> list[list[int]]:
         """Return the draft tokens that the next step is to run for each of these sequences.
 
         None beside prompts, which use the time better, nor where the last token of a sequence is not known yet.
         """
+        none: list[list[int]] = [[]] * len(decodes)
         awake = self._awake(decodes, prefills)
-        if not awake or not self._can_draft(decodes):
-            return [[]] * len(decodes)
-        self._look(awake, len(decodes))
+        if not awake or any(seq.run is None or seq.run.num_pending or not seq.completion_len for seq in decodes):
+            return none
         chances = [self._chances(seq) if seq in awake else [] for seq in decodes]
+        self._look(awake)
+        if not any(chances) or not self._knows_alone(len(decodes)):
+            return none
         likeliest = max(one[0] if one else 0.0 for one in chances)
         if likeliest <= self._costs.least_chance(len(decodes), MARGIN) and not self._is_due:
-            return [[]] * len(decodes)
+            return none
         costly: Seq[bool] = self._costly(decodes, chances)
         counts, _ = self._counts(chances, costly)
         self._is_probing = False
@@ -141,27 +154,26 @@ class DraftPlanner:
     def _awake(self, decodes: Seq[Sequence], prefills: Seq[Sequence]) -> set[Sequence]:
         """Those that are looked at. Where nothing pays, most steps end here."""
         if not self.most or prefills:
+            self._all_rest = False  # those of prompts do not
             return set()
-        if self._rest > 0 and not self._is_due:
-            self._rest -= 1
-            return {seq for seq in decodes if seq.num_looks > 0}
-        return set(decodes)
-
-    def _can_draft(self, decodes: Seq[Sequence]) -> bool:
-        """Whether all last tokens are known, and what a step without draft tokens takes."""
-        are_known = all(seq.run is not None and not seq.run.num_pending and seq.completion_len for seq in decodes)
-        return are_known and self._knows_alone(len(decodes))
+        if self._rest <= 0:
+            return set(decodes)
+        self._rest -= 1
+        return set() if self._all_rest else {seq for seq in decodes if seq.num_looks > 0}
 
     def _knows_alone(self, num_rows: int) -> bool:
         """Whether it is known what a step without draft tokens takes now."""
         return self._costs.knows(num_rows) and not self._costs.is_stale(num_rows)
 
-    def _look(self, awake: set[Sequence], num_rows: int) -> None:
-        """Count that these are looked at; of all others, and of those without looks left, when that is next."""
+    def _look(self, awake: set[Sequence]) -> None:
+        """Count that these were looked at, and say when all are again."""
+        self._all_rest = True
         for seq in awake:
             seq.num_looks -= 1
-        if self._rest <= 0:
-            looks = self._costs.seconds(num_rows) / num_rows / _LOOK_SECONDS  # as long as a token of an answer takes
+            self._all_rest &= seq.num_looks <= 0
+        num_rows, seconds = self._alone
+        if self._rest <= 0 < seconds:
+            looks = seconds / num_rows / _LOOK_SECONDS  # as long as a token of an answer takes
             self._rest = min(round(1.0 / (_MOST_TIME * looks)), _LONGEST_REST)
             self._looks_per_token = max(_SAVED * looks, 1.0)
 
@@ -187,20 +199,20 @@ class DraftPlanner:
         awake = self._awake(decodes, prefills)
         if not awake or not self._knows_alone(len(decodes)):
             return False
-        self._look(awake, len(decodes))
         chances, firsts, costs = list[list[float]](), list[float](), self._costs
         for seq in decodes:
             most = self._most_of(seq) if seq in awake else 0
             first, later = self._drafter(seq).later(most) if most else (1.0, [])
             chances.append(later)
             firsts.append(first)
+        self._look(awake)
         counts, gain = self._counts(chances, self._costly(decodes, chances))
-        if not any(counts):
-            return self._is_due and any(self._most_of(seq) for seq in decodes)
-        first = min(chance for chance, count in zip(firsts, counts, strict=True) if count)
-        # One wait is lost for sure. Drafts that are right `first` of the time go on for 1 / (1 - first) steps.
-        lost = len(decodes) * math.log1p(costs.wait / costs.seconds(len(decodes)))
-        is_awaited = first * gain > (1.0 - first) * lost
+        is_awaited = self._is_due and any(self._most_of(seq) for seq in decodes)
+        if any(counts):
+            first = min(chance for chance, count in zip(firsts, counts, strict=True) if count)
+            # One wait is lost for sure. Drafts that are right `first` of the time go on for 1 / (1 - first) steps.
+            lost = len(decodes) * math.log1p(costs.wait / costs.seconds(len(decodes)))
+            is_awaited = first * gain > (1.0 - first) * lost
         if is_awaited:
             self._rest = 0  # they are looked at again then
         return is_awaited

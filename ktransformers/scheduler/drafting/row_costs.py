@@ -76,7 +76,8 @@ class RowCosts:
         self._most, self._num_steps, self._last_drafted = most_rows, 0, -_REFRESH
         self._sizes = [0, *map(size_of, range(1, most_rows + 1))]  # by rows
         self._seconds: dict[int, float] = {}  # by size
-        self._line: list[float] = []  # by rows, as far as it is told
+        self._drawn: list[float] = []  # by rows, as far as it is told
+        self._is_due = False  # it is to be drawn anew before it is used
         self._least: dict[tuple[int, float], float] = {}
         self._losses: dict[int, list[float]] = {}
 
@@ -111,16 +112,23 @@ class RowCosts:
         times.append((rows, seconds, has_waited))
         self._last[size] = self._num_steps
         if len(times) < _KEPT or self._num_steps % _REFRESH == 0:
+            self._is_due = True
+
+    @property
+    def _line(self) -> list[float]:
+        """Seconds by rows, of the times that are not too old."""
+        if self._is_due:
             for old in [size for size, last in self._last.items() if self._num_steps - last > self._lifetime(size)]:
                 del self._times[old], self._last[old]
-            self._line, self._least, self._losses = self._drawn(), {}, {}
+            self._drawn, self._least, self._losses, self._is_due = self._redrawn(), {}, {}, False
+        return self._drawn
 
     def _lifetime(self, size: int) -> int:
         return _LIFETIME if len(self._times[size]) >= _TRUSTED else _SHORT_LIFETIME
 
     def _add_wait(self, size: int, seconds: float) -> None:
         """Of a step without draft tokens that began behind a wait: how much longer it took than those of its size."""
-        alone = self._seconds.get(size)
+        alone = self._seconds.get(size) if self._line else None
         if alone is not None:
             self._waits.append(seconds - alone)
             self.wait, self._least, self._losses = max(median(self._waits), 0.0), {}, {}
@@ -137,21 +145,23 @@ class RowCosts:
     @property
     def most_rows(self) -> int:
         """The largest size that `seconds` says anything of: twice what was timed of late."""
-        return len(self._line) - 1 if self._line else 0
+        return max(len(self._line) - 1, 0)
 
     def seconds(self, rows: int, more: int = 0) -> float:
         """Return the seconds of a step of `rows` rows and `more` draft tokens, up to most_rows together, as far as they
         can be told; `knows` is true of `rows`. What other sizes took says what more rows add, not what these take:
         loads change meanwhile."""
-        alone = self._seconds.get(self._sizes[rows], self._line[rows])
-        return alone + self._line[rows + more] - self._line[rows] + (self.wait if more else 0.0)
+        line = self._line
+        alone = self._seconds.get(self._sizes[rows], line[rows])
+        return alone + line[rows + more] - line[rows] + (self.wait if more else 0.0)
 
     def losses(self, rows: int) -> list[float]:
         """Return what 0, 1, ... draft tokens beside so many rows, of which `knows` is true, lose as far as that can be
         told: `rows` times the logarithm of how many times as long the step takes. Kept until times are added."""
+        alone, line = self.seconds(rows), self._line
         found = self._losses.get(rows)
         if found is None:
-            alone, here, ends = self.seconds(rows), self._line[rows], self._line[rows + 1 :]
+            here, ends = line[rows], line[rows + 1 :]
             found = [rows * math.log1p((end - here + self.wait) / alone) for end in ends]
             found = self._losses[rows] = [0.0, *found]
         return found
@@ -160,10 +170,10 @@ class RowCosts:
         """Return the chance that a draft token must have for any to pay beside so many rows, of which `knows` is true:
         answers are then `margin` times as fast in the mean, see planner.py. Kept as `losses` are: most steps ask no
         more than this."""
-        least = self._least.get((rows, margin))
+        losses, least = self.losses(rows), self._least.get((rows, margin))
         if least is None:
             more = rows * math.log(margin)
-            gains = [(more + loss) / num for num, loss in enumerate(self.losses(rows)) if num]
+            gains = [(more + loss) / num for num, loss in enumerate(losses) if num]
             least = self._least[rows, margin] = math.expm1(min(gains, default=1.0))
         return least
 
@@ -173,7 +183,7 @@ class RowCosts:
         own = [max(seconds - wait, least * seconds) if has_waited else seconds for _, seconds, has_waited in times]
         return sorted(own)[1 if len(own) > 2 else 0]
 
-    def _drawn(self) -> list[float]:
+    def _redrawn(self) -> list[float]:
         """By rows, from 0 on; never less than for fewer rows."""
         knots = []
         self._seconds = {size: self._usual(times) for size, times in self._times.items()}
