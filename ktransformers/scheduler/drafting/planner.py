@@ -47,9 +47,9 @@ _OBSERVED = 16
 """Steps behind and before one with draft tokens that an MTP layer is shown. It has nothing of the others: what it sees
 of the target makes up for that, and running it for all tokens costs more than a few drafts would."""
 
-_TRIES = 3
-"""Steps with draft tokens of a size after which the least of their times counts: the first one finds nothing in caches,
-and what was slow by chance would not be tried again."""
+_TRIES = 5
+"""Steps with draft tokens of a size, soon after one another, of whose times the least is the first that counts: where
+such steps are rare they find nothing in caches, and what seems slow is not tried again for long."""
 
 _FIRST_LOOKS, _MOST_LOOKS, _SAVED = 8, 32, 0.25
 """Looks that a sequence has at first, half of those that the one before it had if nothing was accepted since, and at
@@ -115,11 +115,17 @@ class DraftPlanner:
             self._num_undrafted = 0
             if draft_seconds > 0:
                 self._draft_cost.add(found, draft_seconds)
-        tries = self._tries.setdefault(size_of(num_rows), [])
-        if len(tries) < _TRIES:
-            tries.append(seconds)
-            return min(tries) if len(tries) == _TRIES else 0.0
-        return seconds
+        if self._costs.knows(num_rows):
+            return seconds
+        size = size_of(num_rows)
+        tries = self._tries[size] = [*self._tries.get(size, ()), seconds]
+        if len(tries) == _TRIES:
+            del self._tries[size]
+            return min(tries)
+        self._all_rest = False
+        for row in step.rows:
+            row.seq.num_looks = max(row.seq.num_looks, 2.0)
+        return 0.0
 
     def drafts(self, decodes: Seq[Sequence], prefills: Seq[Sequence]) -> list[list[int]]:
         """Return the draft tokens that the next step is to run for each of these sequences.

@@ -33,9 +33,8 @@ _KEPT = 7
 _REFRESH = 16
 """Of a size that has enough times, the steps after which another one counts."""
 
-_TRUSTED, _LIFETIME, _SHORT_LIFETIME = 3, 1024, 256
-"""Steps after which the times of a size are forgotten: contexts grow, loads change. Sooner those of a size that has
-fewer than _TRUSTED: where one of them was slow by chance, it would hardly be tried again."""
+_LIFETIME = 1024
+"""Steps after which the times of a size are forgotten: contexts grow, loads change."""
 
 _NUM_WAITS = 15
 """Times of waiting that count."""
@@ -118,13 +117,10 @@ class RowCosts:
     def _line(self) -> list[float]:
         """Seconds by rows, of the times that are not too old."""
         if self._is_due:
-            for old in [size for size, last in self._last.items() if self._num_steps - last > self._lifetime(size)]:
+            for old in [size for size, last in self._last.items() if self._num_steps - last > _LIFETIME]:
                 del self._times[old], self._last[old]
             self._drawn, self._least, self._losses, self._is_due = self._redrawn(), {}, {}, False
         return self._drawn
-
-    def _lifetime(self, size: int) -> int:
-        return _LIFETIME if len(self._times[size]) >= _TRUSTED else _SHORT_LIFETIME
 
     def _add_wait(self, size: int, seconds: float) -> None:
         """Of a step without draft tokens that began behind a wait: how much longer it took than those of its size."""
