@@ -47,7 +47,7 @@ _OBSERVED = 16
 """Steps behind and before one with draft tokens that an MTP layer is shown. It has nothing of the others: what it sees
 of the target makes up for that, and running it for all tokens costs more than a few drafts would."""
 
-_TRIES = 5
+_TRIES = 4
 """Steps with draft tokens of a size, soon after one another, of whose times the least is the first that counts: where
 such steps are rare they find nothing in caches, and what seems slow is not tried again for long."""
 
