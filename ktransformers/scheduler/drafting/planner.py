@@ -99,17 +99,18 @@ class DraftPlanner:
             return
         num_rows = len(step.rows) + step.num_drafted
         self._num_undrafted += 1
+        counted: float | None = seconds
         if step.num_drafted:
-            seconds = self._drafted(step, num_rows, seconds - draft_seconds, draft_seconds)
+            counted = self._drafted(step, num_rows, seconds - draft_seconds, draft_seconds)
         else:
             self._alone = num_rows, seconds
-        if seconds > 0:
-            self._costs.add(num_rows, seconds, is_ahead=step.is_ahead, is_drafted=step.num_drafted > 0)
+        if counted is not None:
+            self._costs.add(num_rows, counted, is_ahead=step.is_ahead, is_drafted=step.num_drafted > 0)
             self._num_untimed, self._untimed_rows = self._costs.skip(num_rows), num_rows
             self._num_undrafted += self._num_untimed
 
-    def _drafted(self, step: PlannedStep, num_rows: int, seconds: float, draft_seconds: float) -> float:
-        """Note a step with draft tokens. Returns the seconds that count for its size, 0 of its first ones."""
+    def _drafted(self, step: PlannedStep, num_rows: int, seconds: float, draft_seconds: float) -> float | None:
+        """Note a step with draft tokens. Returns the seconds that count for its size, None for its first ones."""
         found = max((len(row.drafts) for row in step.rows if row.drafts and row.drafts[-1] == UNKNOWN), default=0)
         if found:
             self._num_undrafted = 0
@@ -125,7 +126,7 @@ class DraftPlanner:
         self._all_rest = False
         for row in step.rows:
             row.seq.num_looks = max(row.seq.num_looks, 2.0)
-        return 0.0
+        return None
 
     def drafts(self, decodes: Seq[Sequence], prefills: Seq[Sequence]) -> list[list[int]]:
         """Return the draft tokens that the next step is to run for each of these sequences.
