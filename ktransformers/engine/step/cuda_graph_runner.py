@@ -5,6 +5,7 @@ Knows no models, caches or requests. What is captured is a function from a step'
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import time
@@ -31,6 +32,9 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _WARM_UPS = 2
+
+_MOST_SUITED = 1024
+"""Kinds of steps whose graphs are remembered: with cold caches it takes 0.1 ms to look at all graphs."""
 
 
 @contextmanager
@@ -244,6 +248,7 @@ class CUDAGraphRunner:
         self._marks: StepTimers | None = None
         self._most_timed: int | None = None
         self.reason: str | None = None  # why not all sizes were captured
+        self._suited = functools.lru_cache(_MOST_SUITED)(self._suiting)
         decode = {StepSize(size, size) for size in batch_sizes}
         if not decode or min(decode).rows < 1:
             raise ValueError(f"batch sizes must be at least one and positive, got {list(batch_sizes)}")
@@ -269,6 +274,7 @@ class CUDAGraphRunner:
     def capture(self, sizes: Sequence[StepSize], backend: GraphBackend, progress: Callable[[int, int], None]) -> None:
         """Capture steps of these sizes, in this order, until one cannot be captured. The constructor calls this."""
         began, left = time.perf_counter(), list(sizes)
+        self._suited.cache_clear()
         progress(0, len(sizes))
         while left:
             size = left.pop(0)
@@ -300,6 +306,7 @@ class CUDAGraphRunner:
         most_rows: graphs of more rows are not replayed meanwhile; their steps run anew.
         """
         self._timed, self._marks, self._most_timed = {}, marks, None if marks is None else most_rows
+        self._suited.cache_clear()
         if marks is None or self._backend is None:
             return
         began = time.perf_counter()
@@ -325,6 +332,9 @@ class CUDAGraphRunner:
     def size_of(self, rows: int, kept: int, seqs: int, pages: int) -> StepSize | None:
         """Return the size that a step of so many rows runs in, which keeps the logits of so many; None: it fits
         none."""
+        return self._suited(rows, kept, seqs, pages)
+
+    def _suiting(self, rows: int, kept: int, seqs: int, pages: int) -> StepSize | None:
         fitting = (
             size
             for size, captured in self._captured.items()
@@ -339,28 +349,50 @@ class CUDAGraphRunner:
         is_due = self._marks is not None and self._marks.is_due()
         return (self._timed.get(size) if is_due else None) or self._captured[size]
 
-    def forward(self, inputs: DecodeInputs) -> Tensor:
+    def is_shared(self, rows: int, kept: int, seqs: int, pages: int) -> bool:
+        """Whether a step's inputs can be published for other processes, as `forward` does when it is told to."""
+        size = self.size_of(rows, kept, seqs, pages)
+        return size is not None and self._captured[size].static.is_shared
+
+    def forward(self, inputs: DecodeInputs, *, is_shared: bool = False) -> Tensor:
         """Run one step, whose inputs are on the CPU. Returns logits [N, V], which are valid until the next step.
 
         The inputs are copied to where the graph was captured with them, then the graph is replayed: the smallest one
         that suits the step. It runs eagerly when none does, which is what a longer block table or a failed capture
-        leave.
+        leave. is_shared: whether other processes get the inputs, and `follow`.
         """
         captured = self._find(inputs)
         if captured is None:
             return self._run_marked(inputs.to(self._device))
-        if self._backend is None or captured.graph is None or captured.logits is None:
+        if self._backend is not None:
+            self._backend.wait()  # the step before may still read its inputs and the number of its tokens
+        if is_shared:
+            captured.static.publish(inputs)
+        else:
             captured.static.fill(inputs)
-            return self._run_marked(captured.static.inputs)[: inputs.num_kept]
-        self._backend.wait()  # the step before may still read its inputs and the number of its tokens
-        captured.static.fill(inputs)
+        return self._launch(captured, inputs.num_rows)[: inputs.num_kept]
+
+    def follow(self, size: StepSize, slot: int, num_rows: int) -> None:
+        """Run a step of another process that has published its inputs in a slot. Returns once nothing reads the slot,
+        and, of a step that is replayed, at its end: the next one does not come before."""
+        captured = self._captured[size]
+        captured.static.take(slot, non_blocking=self._backend is not None)
+        self._launch(captured, num_rows)
+        if self._backend is not None:
+            self._backend.wait()
+
+    def _launch(self, captured: _Captured, num_rows: int) -> Tensor:
+        """Run a step whose inputs are in place, of num_rows rows with tokens. Returns logits of all rows that it may
+        keep."""
+        if self._backend is None or captured.graph is None or captured.logits is None:
+            return self._run_marked(captured.static.inputs)
         for work, count in captured.counts:
-            work.expect(count, inputs.num_rows)
+            work.expect(count, num_rows)
         captured.graph.replay()
         self._backend.replayed()
         if self._marks is not None:
             self._marks.launched(captured.marks)
-        return captured.logits[: inputs.num_kept]
+        return captured.logits
 
     def _run_marked(self, inputs: DecodeInputs) -> Tensor:
         """Run a step anew, with marks where it is to be timed."""

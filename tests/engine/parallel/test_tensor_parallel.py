@@ -131,6 +131,27 @@ def test_experts_on_gpus_are_divided(tmp_path: Path) -> None:
         assert (one - other).abs().max() <= 4e-3 * other.abs().max()
 
 
+def test_decode_steps_come_through_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between steps that come as messages, in their order; logits are those of one process, to the rounding of sums."""
+    write_safetensors(tiny_model("qwen3_moe", seed=1), tmp_path)
+    config = EngineConfig(model_path=tmp_path, cache_lens=96, cpu_infer=1, self_check=False)
+    with closing(build_engine(config, page_size=8, max_batch_size=4, hardware=fake_hardware())) as engine:
+        want = [logits(engine, IDS[:9], 0, (-1, 0)), *(logits(engine, [token], 9, (0, 0)) for token in range(5))]
+    with closing(cut_engine(tmp_path)) as engine:
+        ranks, messages = engine.ranks, list[bytes]()
+        assert isinstance(ranks, Driver)
+        assert ranks.step_blocks is not None
+        send = ranks._workers.send
+        monkeypatch.setattr(ranks._workers, "send", lambda data: messages.append(data) or send(data))
+        for _ in range(2):
+            with engine.executor.runner.hook.watch():  # steps that nobody replays
+                got = [logits(engine, IDS[:9], 0, (-1, 0))]
+            got += [logits(engine, [token], 9, (0, 0)) for token in range(5)]
+            for one, other in zip(got, want, strict=True):
+                assert (one - other).abs().max() <= TOLERANCE * other.abs().max()
+        assert len(messages) == 2
+
+
 def test_sequences_share_steps(tmp_path: Path) -> None:
     """Three of them in a prefill step and in decode steps: greedy tokens are those of transformers."""
     model = tiny_model("qwen3_moe", seed=1)

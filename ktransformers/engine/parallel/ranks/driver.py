@@ -25,12 +25,13 @@ from ktransformers.engine.parallel.ranks.ranks import Ranks, ResolvedPlan, Sizes
 from ktransformers.engine.parallel.ranks.worker_group import WorkerGroup
 from ktransformers.engine.parallel.ranks.worker_handles import LocalWorker, OnDeath, RemoteWorker, WorkerHandle
 from ktransformers.engine.plan.planning import Hardware
-from ktransformers.engine.step.broadcast import StepBroadcast
+from ktransformers.engine.step.broadcast import StepBlocks, StepBroadcast
 from ktransformers.errors import CapacityError, ConfigError, EngineError
 from ktransformers.operators.context import ForwardContext
 from ktransformers.optimize.machine import Machine
 from ktransformers.system.child import framed
 from ktransformers.system.process_group import ProcessGroup
+from ktransformers.system.shared_blocks import SharedBlocks
 from ktransformers.weights.synthetic import SyntheticSource
 
 __all__ = ["DETECT", "Driver", "made_of"]
@@ -93,6 +94,7 @@ class Driver(Ranks):
         self._store: Any = None  # where processes of other machines meet, as long as it is kept
         self._resolved: ResolvedPlan | None = None
         self._device: torch.device | None = None
+        self._blocks: StepBlocks | None = None
         self._processes = ProcessGroup()
         self._workers = WorkerGroup(self._begun, self._check_loaded, on_death)
         self._undo = ExitStack()
@@ -166,7 +168,15 @@ class Driver(Ranks):
         self._workers.wait()
         self._device = device
         is_uniform = self._strategy.is_uniform
-        told = partial(Begin, sizes=numbers_of(sizes) if is_uniform else [], is_captured=is_captured and is_uniform)
+        if is_uniform and self._workers.workers:
+            self._blocks = StepBlocks(SharedBlocks.create(len(self._workers.workers)), device, self._workers.check)
+            self._undo.callback(self._blocks.close)
+        told = partial(
+            Begin,
+            sizes=numbers_of(sizes) if is_uniform else [],
+            is_captured=is_captured and is_uniform,
+            blocks="" if self._blocks is None else self._blocks.path,
+        )
         self._rendezvous(device, self._workers.workers, lambda place: self._workers.send(framed(encode(told(place)))))
         self._undo.callback(self._strategy.leave)
         return sizes, is_captured
@@ -211,6 +221,13 @@ class Driver(Ranks):
         is_padded: bool,
     ) -> None:
         self._workers.send(framed(encode(Step.of(token_ids, positions, context, keep, is_padded))))
+        if self._blocks is not None:
+            self._blocks.publish_message()
+
+    @override
+    @property
+    def step_blocks(self) -> StepBlocks | None:
+        return self._blocks
 
     @override
     def recover(self) -> None:

@@ -4,7 +4,7 @@ driver ── Start ──────────> reads headers, cuts, loads
        <────── Loaded / Failed
        ── Begin ──────────> meets the others, captures its graphs
        <────── Captured / Failed
-       ── Step, Step, ... > computes each, and says nothing
+       ── Step, Step, ... > computes each, and says nothing; steps in shared memory are between them (StepBlocks)
        ── Regroup ────────> another process has taken the place of one that ended: meets them anew
 """
 
@@ -57,11 +57,12 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 class Begin(msgspec.Struct, frozen=True, tag=True):
     """The driver's order to rendezvous with the other processes and to capture graphs. place: where, a file or
     tcp://HOST:PORT. sizes: (rows, sequences, kept logits) of steps that are padded. is_captured: whether graphs are
-    made."""
+    made. blocks: where memory is in which steps come, see StepBlocks; "" where all come as messages."""
 
     place: str
     sizes: list[tuple[int, int, int]]
     is_captured: bool
+    blocks: str = ""
 
 
 class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -14,9 +14,10 @@ from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.engine.parallel.ranks.messages import Begin, Captured, Loaded, Start
 from ktransformers.engine.parallel.ranks.parallel_strategy import ParallelStrategy, parallel_strategy
 from ktransformers.engine.plan.planning import Hardware
-from ktransformers.engine.step.broadcast import StepBroadcast
+from ktransformers.engine.step.broadcast import StepBlocks, StepBroadcast
 from ktransformers.engine.step.decode import MAX_GRAPH_ROWS
 from ktransformers.engine.step.decode_inputs import StepSize
+from ktransformers.system.shared_blocks import SharedBlocks
 
 __all__ = ["Alone", "Ranks", "ResolvedPlan", "Sizes", "Worker", "numbers_of"]
 
@@ -68,6 +69,12 @@ class Ranks(Protocol):
         """Return what sends each step to the other processes before it runs, if any of them needs it."""
         ...
 
+    @property
+    def step_blocks(self) -> StepBlocks | None:
+        """The memory in which steps come to the other processes, or from the driver; None where all come as messages.
+        It is there once all have met."""
+        ...
+
     def recover(self) -> None:
         """Replace a process that has ended, and synchronize all of them again. Raises EngineError."""
         ...
@@ -106,6 +113,11 @@ class Alone(Ranks):
         return None
 
     @override
+    @property
+    def step_blocks(self) -> StepBlocks | None:
+        return None
+
+    @override
     def recover(self) -> None:
         raise AssertionError("nobody was lost")
 
@@ -132,7 +144,8 @@ class Worker(Ranks):
         self._strategy: ParallelStrategy = parallel_strategy(
             start.config, start.rank, start.is_apart, frozenset(start.divided)
         )
-        self._receive, self._send = receive, send
+        self._receive, self._send, self._reader = receive, send, start.rank - 1
+        self._blocks: StepBlocks | None = None
         self._resolved: ResolvedPlan | None = None
         self._device: torch.device | None = None
 
@@ -150,6 +163,8 @@ class Worker(Ranks):
         self._send(Loaded(self._resolved.num_slots, self._resolved.num_states))
         begin = self._receive()
         self._device = device
+        if begin.blocks:
+            self._blocks = StepBlocks(SharedBlocks.open(begin.blocks, self._reader), device)
         self._strategy.rendezvous(begin.place, device)
         if self._strategy.is_uniform:
             return [StepSize(*numbers) for numbers in begin.sizes], begin.is_captured
@@ -173,6 +188,11 @@ class Worker(Ranks):
     @override
     def step_broadcast(self) -> StepBroadcast | None:
         return None
+
+    @override
+    @property
+    def step_blocks(self) -> StepBlocks | None:
+        return self._blocks
 
     def rendezvous_again(self, place: str) -> None:
         """Meet the other processes anew, after the driver has replaced one that ended."""
