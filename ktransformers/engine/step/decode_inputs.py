@@ -35,6 +35,9 @@ __all__ = [
 _FEW_ROWS = 16
 """Up to so many rows attention reads each row's positions apart, whoever they belong to."""
 
+_ONE_THREAD = 32767
+"""Elements up to which torch copies on one thread: to wake others takes longer than to copy the rows of a step."""
+
 SHARED_ROWS = 64
 """Rows of the largest graph whose inputs are shared: to send a step in a message takes longer, which counts less the
 longer a step is, and memory that is shared is pinned."""
@@ -235,11 +238,12 @@ class InputMemory:
 
 class _HostInputs:
     """The inputs of a graph in memory of the CPU, as arrays: with cold caches these take a fifth less time to write
-    than tensors, which torch would wake threads for, too."""
+    than tensors."""
 
     def __init__(self, extent: _Extent, data: Tensor) -> None:
         self.data, views = data, extent.views(data)
         self._hidden = views.hidden_states
+        self._at_once = max(1, _ONE_THREAD // self._hidden.shape[1])  # rows
         nbytes = views.hidden_states.nbytes
         self._hidden_bytes = data[:nbytes].numpy().reshape(len(self._hidden), -1)
         self._numbers = data[_aligned(nbytes) :].numpy()
@@ -268,7 +272,9 @@ class _HostInputs:
         rows, (seqs, pages) = source.num_rows, source.block_table.shape
         self._clear(rows if has_hidden else 0)
         if has_hidden:
-            self._hidden[:rows] = source.hidden_states  # numpy knows no bf16
+            for first in range(0, rows, self._at_once):  # numpy knows no bf16
+                end = min(first + self._at_once, rows)
+                self._hidden[first:end] = source.hidden_states[first:end]
         self._positions[:rows] = source.positions.numpy()
         if source.token_ids is not None:
             self._token_ids[:rows] = source.token_ids.numpy()
