@@ -18,7 +18,7 @@ from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.parallel.ranks.driver import Driver
-from ktransformers.engine.parallel.tensor_parallel.sums import CollectiveSums
+from ktransformers.engine.parallel.tensor_parallel.collectives import GroupCollectives
 from ktransformers.errors import StageLostError
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.device import cuda_memory
@@ -141,7 +141,7 @@ def test_sums_by_nccl_change_nothing_where_one_process_has_all(
     write_safetensors(tiny_model(model_type, seed=1), tmp_path)
     config = EngineConfig(model_path=tmp_path, use_cuda_graph=graphs)
     with monkeypatch.context() as patch:
-        patch.setattr(CollectiveSums, "add", lambda sums, share, out: out is share or out.copy_(share))
+        patch.setattr(GroupCollectives, "add", lambda sums, share, out: out is share or out.copy_(share))
         with closing(cuda_engine(config, Driver(config))) as engine:
             want = logits_in_steps(engine)
     with closing(cuda_engine(config, Driver(config))) as engine:
