@@ -15,7 +15,9 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.model.opened import open_model
 from ktransformers.engine.parallel.ranks.driver import Driver
+from ktransformers.engine.parallel.ranks.messages import Begin, Start
 from ktransformers.engine.parallel.ranks.parallel_strategy import TensorParallelStrategy
+from ktransformers.engine.parallel.ranks.ranks import ResolvedPlan, Worker
 from ktransformers.engine.parallel.tensor_parallel.cut import cut_model
 from ktransformers.engine.parallel.tensor_parallel.group import TensorGroup
 from ktransformers.engine.step.context import paged_context
@@ -150,6 +152,16 @@ def test_decode_steps_come_through_shared_memory(tmp_path: Path, monkeypatch: py
             for one, other in zip(got, want, strict=True):
                 assert (one - other).abs().max() <= TOLERANCE * other.abs().max()
         assert len(messages) == 2
+
+
+def test_a_worker_without_room_for_its_part_of_experts() -> None:
+    """It would have them whole, on its CPU, and add them to those that the driver's GPU has a part of."""
+    config, said = EngineConfig(gguf_path=DEMO_GGUF, tensor_parallel=2), list[object]()
+    start = Start(1, "GPU 1", config, 8, 4, 0, HARDWARE, "error", divided=("a.experts", "b.experts"))
+    worker = Worker(start, lambda: Begin("", [], False), said.append)
+    worker.begin(ResolvedPlan(config, 8, 4, 96, 0, ("b.experts", "a.experts")))
+    with pytest.raises(CapacityError, match="GPU 1 has no room for its part of the routed experts of 1 layers"):
+        worker.begin(ResolvedPlan(config, 8, 4, 96, 0, ("b.experts",)))
 
 
 def test_sequences_share_steps(tmp_path: Path) -> None:

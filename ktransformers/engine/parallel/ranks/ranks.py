@@ -17,6 +17,7 @@ from ktransformers.engine.plan.planning import Hardware
 from ktransformers.engine.step.broadcast import StepBlocks, StepBroadcast
 from ktransformers.engine.step.decode import MAX_GRAPH_ROWS
 from ktransformers.engine.step.decode_inputs import StepSize
+from ktransformers.errors import CapacityError
 from ktransformers.system.shared_blocks import SharedBlocks
 
 __all__ = ["Alone", "Ranks", "ResolvedPlan", "Sizes", "Worker", "numbers_of"]
@@ -141,9 +142,8 @@ class Worker(Ranks):
         receive: Callable[[], Begin],
         send: Callable[[Loaded | Captured], None],
     ):
-        self._strategy: ParallelStrategy = parallel_strategy(
-            start.config, start.rank, start.is_apart, frozenset(start.divided)
-        )
+        self._name, self._divided = start.name, frozenset(start.divided)
+        self._strategy: ParallelStrategy = parallel_strategy(start.config, start.rank, start.is_apart, self._divided)
         self._receive, self._send, self._reader = receive, send, start.rank - 1
         self._blocks: StepBlocks | None = None
         self._resolved: ResolvedPlan | None = None
@@ -155,6 +155,12 @@ class Worker(Ranks):
 
     @override
     def begin(self, resolved: ResolvedPlan) -> None:
+        whole = len(self._divided.difference(resolved.divided))
+        if whole:
+            raise CapacityError(
+                f"{self._name} has no room for its part of the routed experts of {whole} layers, which the first one "
+                "divides: their results would be added up twice"
+            )
         self._resolved = resolved
 
     @override
