@@ -6,11 +6,18 @@ import functools
 import io
 import re
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from ktransformers.cli import main
+from ktransformers.engine.load.builder import Hardware
+from ktransformers.engine.parallel.ranks.agent import StageAgent, read_secret
+from ktransformers.engine.parallel.ranks.driver import Driver
+from tests.support.engines.cut_models import HARDWARE
+from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
+from tests.support.engines.gpu_engines import EXPERTS_ON_CPU, rules_of
 from tests.support.models.demo import DEMO_GGUF
 
 QUESTIONS = ("What is 17 + 25?", "And minus 3?", "Who are you?")
@@ -55,6 +62,35 @@ def test_stages_answer_as_one_process_does(wanted: list[str], tmp_path: Path) ->
     answers, err = chat(*QUESTIONS[:2], f"/save {path}", QUESTIONS[2], flags=("--pipeline", "2"))
     assert answers == wanted
     assert len(reused(err)) == 2
+
+
+def test_stages_on_other_machines_answer_as_one_process_does(wanted: list[str], tmp_path: Path) -> None:
+    """One after another: the agent starts a process for each driver, and ends it with the chat."""
+    key = tmp_path / "stage.key"
+    key.write_bytes(b"0123456789abcdef")
+    key.chmod(0o600)
+    agent = StageAgent("127.0.0.1", 0, read_secret(key))
+    thread = threading.Thread(target=agent.serve)
+    thread.start()
+    try:
+        for _ in range(2):
+            flags = ("--stage_hosts", f"127.0.0.1:{agent.port}", "--stage_key_file", str(key))
+            assert chat(*QUESTIONS, flags=flags)[0] == wanted
+    finally:
+        agent.close()
+        thread.join()
+
+
+@pytest.mark.exhaustive  # engines in Triton's interpreter
+def test_gpus_answer_as_one_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """GPUs that are made up, a process each. What is added up is rounded elsewhere, which this text stands."""
+    monkeypatch.setattr(Hardware, "detect", lambda config: fake_hardware(graphs=FakeGraphs()))
+    monkeypatch.setattr("ktransformers.engine.load.builder.Driver", functools.partial(Driver, hardware=HARDWARE))
+    rules = rules_of("qwen3_moe", tmp_path, EXPERTS_ON_CPU, EXPERTS_ON_CPU)
+    flags = ("--use_cuda", "--max_new_tokens", "4", "--cache_lens", "64", "--speculative", "off", "--no_self_check")
+    flags = (*flags, "--optimize_config_path", str(rules))
+    answers = [chat("What is 17 + 25?", flags=(*flags, *more))[0] for more in ((), ("--tensor_parallel", "2"))]
+    assert answers[0] == answers[1] == ["17 + "]
 
 
 def test_a_conversation_is_found_below_the_cache(wanted: list[str], tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.parallel.ranks.driver import Driver
 from ktransformers.engine.parallel.tensor_parallel.collectives import GroupCollectives
+from ktransformers.engine.step.decode import DecodeSteps
 from ktransformers.errors import StageLostError
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.device import cuda_memory
@@ -126,6 +127,26 @@ def test_answers_of_the_bundled_model() -> None:
         with LLM(DEMO_GGUF, cache_lens=512, cpu_infer=1, pipeline=num_stages, speculative="off") as llm:
             answers.append([output.token_ids for output in llm.generate(prompts, params)])
     assert answers[0] == answers[1]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("graphs", [True, False])
+def test_steps_in_shared_memory_are_those_of_messages(
+    graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, one after another, from memory that is pinned."""
+    write_safetensors(tiny_model("qwen3_moe", seed=1), tmp_path)
+    config = EngineConfig(model_path=tmp_path, use_cuda_graph=graphs, tensor_parallel=2)
+    ranks = Driver(config)
+    with closing(cuda_engine(config, ranks)) as engine:
+        assert ranks.step_blocks is not None
+        assert len(ranks.step_blocks._pinned) == 2
+        got = [logits_in_steps(engine) for _ in range(3)]
+        with monkeypatch.context() as patch:
+            patch.setattr(DecodeSteps, "is_shared", lambda steps, context, num_kept: False)
+            want = logits_in_steps(engine)
+        got.append(logits_in_steps(engine))
+    assert all(torch.equal(one, want) for one in got)
 
 
 @pytest.mark.parametrize("graphs", [True, False])
