@@ -61,7 +61,7 @@ class StepBlocks:
 
     @property
     def path(self) -> str:
-        """See SharedBlocks."""
+        """Path at which other processes of this user open the memory."""
         return self._blocks.path
 
     def slots(self, nbytes: int) -> list[torch.Tensor]:
