@@ -59,11 +59,6 @@ class StepBlocks:
         self._slots: list[torch.Tensor] = []
         self._pinned: list[int] = []  # addresses
 
-    @property
-    def path(self) -> str:
-        """Path at which other processes of this user open the memory."""
-        return self._blocks.path
-
     def slots(self, nbytes: int) -> list[torch.Tensor]:
         """Return the slots, uint8 [nbytes] each, pinned where they are copied to a GPU. All processes ask for as many
         bytes, each time."""
@@ -103,9 +98,8 @@ class StepBlocks:
         slot, numbers = self._blocks.wait()
         return SharedStep(slot, *numbers)
 
-    def close(self) -> None:
-        """Give the memory up: no step may be under way."""
+    def unpin(self) -> None:
+        """Unpin the slots: no step may be under way."""
         made: Any = torch.cuda
         while self._pinned:
             made.cudart().cudaHostUnregister(self._pinned.pop())
-        self._blocks.close()

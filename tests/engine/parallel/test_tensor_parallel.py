@@ -26,6 +26,7 @@ from ktransformers.kernels.types import QuantType
 from ktransformers.operators.experts.paths.resident import ResidentPath
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.scheduler.records import StepPlan
+from ktransformers.system.shared_blocks import SharedBlocks
 from ktransformers.weights.cut_source import CutSource, TensorSlice
 from tests.support.engines.cut_models import HARDWARE
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
@@ -152,6 +153,14 @@ def test_decode_steps_come_through_shared_memory(tmp_path: Path, monkeypatch: py
             for one, other in zip(got, want, strict=True):
                 assert (one - other).abs().max() <= TOLERANCE * other.abs().max()
         assert len(messages) == 2
+
+
+def test_a_worker_that_cannot_open_the_memory_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where /proc is hidden: its error is the engine's, before anybody waits."""
+    write_safetensors(tiny_model("llama", seed=1), tmp_path)
+    monkeypatch.setattr(SharedBlocks, "path", str(tmp_path / "hidden"))
+    with pytest.raises(EngineError, match=r"GPU 1: the memory of steps cannot be opened at .*hidden: No such file"):
+        cut_engine(tmp_path)
 
 
 def test_a_worker_without_room_for_its_part_of_experts() -> None:

@@ -94,6 +94,7 @@ class Driver(Ranks):
         self._store: Any = None  # where processes of other machines meet, as long as it is kept
         self._resolved: ResolvedPlan | None = None
         self._device: torch.device | None = None
+        self._shared: SharedBlocks | None = None  # where steps come to the others, if not as messages
         self._blocks: StepBlocks | None = None
         self._processes = ProcessGroup()
         self._workers = WorkerGroup(self._begun, self._check_loaded, on_death)
@@ -123,6 +124,9 @@ class Driver(Ranks):
         logger.info("the model is divided over %d processes, one for each %s", strategy.size, strategy.noun)
         if resolved.divided:
             logger.info("the routed experts of %d layers are divided, too", len(resolved.divided))
+        if strategy.is_uniform and strategy.size > 1:
+            self._shared = SharedBlocks.create(strategy.size - 1)
+            self._undo.callback(self._shared.close)
         for rank in range(1, strategy.size):
             self._workers.start(rank)
 
@@ -148,6 +152,7 @@ class Driver(Ranks):
             bool(self._hosts),
             self._memory_budgets[rank] if self._memory_budgets else {},
             resolved.divided,
+            "" if self._shared is None else self._shared.path,
         )
         try:
             worker.send(framed(encode(start)))
@@ -168,15 +173,10 @@ class Driver(Ranks):
         self._workers.wait()
         self._device = device
         is_uniform = self._strategy.is_uniform
-        if is_uniform and self._workers.workers:
-            self._blocks = StepBlocks(SharedBlocks.create(len(self._workers.workers)), device, self._workers.check)
-            self._undo.callback(self._blocks.close)
-        told = partial(
-            Begin,
-            sizes=numbers_of(sizes) if is_uniform else [],
-            is_captured=is_captured and is_uniform,
-            blocks="" if self._blocks is None else self._blocks.path,
-        )
+        if self._shared is not None:
+            self._blocks = StepBlocks(self._shared, device, self._workers.check)
+            self._undo.callback(self._blocks.unpin)
+        told = partial(Begin, sizes=numbers_of(sizes) if is_uniform else [], is_captured=is_captured and is_uniform)
         self._rendezvous(device, self._workers.workers, lambda place: self._workers.send(framed(encode(told(place)))))
         self._undo.callback(self._strategy.leave)
         return sizes, is_captured

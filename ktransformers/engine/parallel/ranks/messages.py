@@ -38,7 +38,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     """The driver's order to load a part of the model. config: with what the driver's plan has resolved. hardware:
     "module:function" that finds what there is. is_apart: whether the process has a machine of its own. memory_budget:
     bytes by device that it may take there, {} for what is free. divided: routed experts of which each process has a
-    part."""
+    part. blocks: where memory is in which steps come, see StepBlocks; "" where all come as messages."""
 
     rank: int
     name: str
@@ -52,17 +52,17 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     is_apart: bool = False
     memory_budget: dict[str, int] = {}
     divided: tuple[str, ...] = ()
+    blocks: str = ""
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
     """The driver's order to rendezvous with the other processes and to capture graphs. place: where, a file or
     tcp://HOST:PORT. sizes: (rows, sequences, kept logits) of steps that are padded. is_captured: whether graphs are
-    made. blocks: where memory is in which steps come, see StepBlocks; "" where all come as messages."""
+    made."""
 
     place: str
     sizes: list[tuple[int, int, int]]
     is_captured: bool
-    blocks: str = ""
 
 
 class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -134,7 +134,7 @@ def numbers_of(sizes: Sizes) -> list[tuple[int, int, int]]:
 
 class Worker(Ranks):
     """The Ranks of a process beside the driver. start: what it is to be. receive: gives the driver's next message;
-    send: sends it one."""
+    send: sends it one. Raises EngineError where the memory of steps cannot be opened."""
 
     def __init__(
         self,
@@ -144,7 +144,8 @@ class Worker(Ranks):
     ):
         self._name, self._divided = start.name, frozenset(start.divided)
         self._strategy: ParallelStrategy = parallel_strategy(start.config, start.rank, start.is_apart, self._divided)
-        self._receive, self._send, self._reader = receive, send, start.rank - 1
+        self._receive, self._send = receive, send
+        self._shared = SharedBlocks.open(start.blocks, start.rank - 1) if start.blocks else None
         self._blocks: StepBlocks | None = None
         self._resolved: ResolvedPlan | None = None
         self._device: torch.device | None = None
@@ -169,8 +170,7 @@ class Worker(Ranks):
         self._send(Loaded(self._resolved.num_slots, self._resolved.num_states))
         begin = self._receive()
         self._device = device
-        if begin.blocks:
-            self._blocks = StepBlocks(SharedBlocks.open(begin.blocks, self._reader), device)
+        self._blocks = None if self._shared is None else StepBlocks(self._shared, device)
         self._strategy.rendezvous(begin.place, device)
         if self._strategy.is_uniform:
             return [StepSize(*numbers) for numbers in begin.sizes], begin.is_captured
