@@ -257,7 +257,7 @@ class PagedExecutor:
         """Drop the state of runs."""
         ended = [(run_id, run) for run_id in run_ids if (run := self._runs.pop(run_id, None)) is not None]
         if self.drafter is not None and ended:
-            self.drafter.end([(run_id, run.told) for run_id, run in ended])
+            self.drafter.end([(run_id, run.block_table) for run_id, run in ended])
 
     def _experts_used(self) -> tuple[tuple[int, int, int], bytes]:
         """What StepResult has of experts, since this was asked last."""

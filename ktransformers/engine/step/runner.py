@@ -85,8 +85,8 @@ class ModelRunner:
         Steps that are not replayed, or are on the CPU, give whole rows: they take long beside copying them.
         """
         forward, layout = self._pass, self._pass.layout
-        if forward.tap is not None:
-            forward.tap.begin()
+        if forward.last_hidden is not None:
+            forward.last_hidden.begin()
         if layout is None:
             self._begin_step(token_ids, positions, context, keep, is_padded=False)
             whole = forward.on_cpu(token_ids, positions, context, keep, self._take_meanwhile())
@@ -153,11 +153,11 @@ class ModelRunner:
         else:
             self._pass.run(self._pass.inputs_of(token_ids, positions, context, keep))
         self._fetch(rows)
-        is_heard = layout.is_heard
-        if is_heard:
+        has_host_work = layout.has_host_work
+        if has_host_work:
             layout.wait()
         send_output(rows)
-        if is_heard:
+        if has_host_work:
             layout.finish(rows)
 
     def begin(
