@@ -208,18 +208,24 @@ def _aligned(nbytes: int) -> int:
 
 class InputMemory:
     """The memory in which the inputs of graphs lie, one graph's at a time: bytes on a device, and those that are copied
-    there."""
+    there. The latter are there twice, in turns: a step's may be written while those of the step before it are read."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._data = self._staged = torch.empty(0, dtype=torch.uint8)
+        self._data = torch.empty(0, dtype=torch.uint8)
+        self._staged = (self._data, self._data)
+        self.turn = 0
 
-    def take(self, nbytes: int) -> tuple[Tensor, Tensor]:
-        """Return the first bytes of both; of other memory than what was taken before where that does not do."""
+    def take(self, nbytes: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return the first bytes of all; of other memory than what was taken before where that does not do."""
         if len(self._data) < nbytes:
             self._data = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-            self._staged = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-        return self._data[:nbytes], self._staged[:nbytes]
+            self._staged = self._pinned(nbytes), self._pinned(nbytes)
+        first, second = self._staged
+        return self._data[:nbytes], (first[:nbytes], second[:nbytes])
+
+    def _pinned(self, nbytes: int) -> Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
 
 
 class StaticInputs:
@@ -244,28 +250,48 @@ class StaticInputs:
         memory = where if isinstance(where, InputMemory) else InputMemory(where)
         extent = _Extent(self.size, num_pages, width, dtype, has_states)
         self.num_pages, self.device = num_pages, memory.device
+        self._memory = memory
         self._data, self._staged = memory.take(extent.nbytes)
-        self.inputs, self._host = extent.views(self._data), extent.views(self._staged)
+        self.inputs, self._hosts = extent.views(self._data), [extent.views(staged) for staged in self._staged]
         self.pad()
 
     def pad(self) -> None:
         """Fill the inputs with rows that hold no token."""
-        self._staged.zero_()
-        self._host.slot_mapping.fill_(-1)
-        if self._host.states is not None:
-            _fill_states(self._host.states, None)
-        self._data.copy_(self._staged, non_blocking=True)
+        host = self._next_host()
+        host.slot_mapping.fill_(-1)
+        if host.states is not None:
+            _fill_states(host.states, None)
+        self.send()
+
+    def _next_host(self) -> DecodeInputs:
+        """The memory that was not used last, zeros."""
+        memory = self._memory
+        memory.turn = 1 - memory.turn
+        self._staged[memory.turn].numpy().fill(0)  # torch would wake its threads for this
+        return self._hosts[memory.turn]
+
+    def send(self) -> None:
+        """Copy what was staged last to the device, in the order of the current stream."""
+        self._data.copy_(self._staged[self._memory.turn], non_blocking=True)
 
     def fill(self, source: DecodeInputs) -> None:
         """Take `source`, on the CPU, and pad it. Nothing may still read what was filled in before.
 
         Its hidden states may be on the device already.
         """
+        self.stage(source)
+        self.send()
+        if source.hidden_states.device == self.device and self.device.type != "cpu":
+            self.inputs.hidden_states[: source.num_rows] = source.hidden_states
+
+    def stage(self, source: DecodeInputs) -> None:
+        """Take `source`, on the CPU, and pad it, for `send`. The step before the last one must be over.
+
+        Hidden states that are elsewhere are left out: `complete` may bring them.
+        """
         rows, (seqs, pages) = source.num_rows, source.block_table.shape
-        host = self._host
-        self._staged.numpy().fill(0)  # torch would wake its threads for this
-        is_there = source.hidden_states.device == self.device
-        if not is_there:
+        host = self._next_host()
+        if source.hidden_states.device.type == "cpu":
             host.hidden_states[:rows] = source.hidden_states
         host.positions[:rows] = source.positions
         if host.token_ids is not None and source.token_ids is not None:
@@ -279,9 +305,14 @@ class StaticInputs:
             host.keep[: source.num_kept] = torch.arange(rows) if source.keep is None else source.keep
         if host.states is not None:
             _fill_states(host.states, source.states)
-        self._data.copy_(self._staged, non_blocking=True)
-        if is_there:
-            self.inputs.hidden_states[:rows] = source.hidden_states
+
+    def complete(self, hidden_states: Tensor, token_ids: Tensor) -> None:
+        """Bring a step's tokens to what was staged last, before it is copied: hidden states [T, H] and int64 [T], on
+        the CPU."""
+        host = self._hosts[self._memory.turn]
+        host.hidden_states[: len(hidden_states)] = hidden_states
+        if host.token_ids is not None:
+            host.token_ids[: len(token_ids)] = token_ids
 
 
 def _fill_states(host: StateStep, source: StateStep | None) -> None:

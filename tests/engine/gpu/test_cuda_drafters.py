@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,19 +41,20 @@ PARAMS = [GREEDY, *SEEDED, GREEDY, {"temperature": 0.7, "repetition_penalty": 1.
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ktransformers.optimize.machine.cuda_memory", cuda_memory)  # which tests hide else
     draft_in_every_step(monkeypatch)
 
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One number: how often a graph was replayed."""
-    count, replayed = [0], CudaGraphs.replayed
+    count, launch = [0], CudaGraphs.launch
 
-    def counted(self: CudaGraphs) -> None:
+    def counted(self: CudaGraphs, *work: Any, **how: bool) -> None:
         count[0] += 1
-        replayed(self)
+        launch(self, *work, **how)
 
-    monkeypatch.setattr(CudaGraphs, "replayed", counted)
+    monkeypatch.setattr(CudaGraphs, "launch", counted)
     return count
 
 
