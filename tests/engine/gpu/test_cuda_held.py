@@ -13,7 +13,7 @@ from ktransformers.core import SamplingParams
 from ktransformers.engine.api.batch_loop import BatchLoop
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import Hardware, build_engine
-from ktransformers.engine.sampling.logits_request import MAX_CANDIDATES, RequestedLogits
+from ktransformers.engine.sampling.logits_request import RequestedLogits
 from ktransformers.engine.step.cuda_graph_runner import StepGate
 from ktransformers.engine.step.logits_fetch import LogitsFetch
 from ktransformers.engine.step.paged import PagedExecutor
@@ -81,24 +81,24 @@ def test_a_step_that_fails_leaves_no_gpu_waiting(config: EngineConfig, monkeypat
             raise RuntimeError("out of luck")
         return sample(self, *args)  # type: ignore[arg-type]
 
-    want = answers(config)
     with LLM.from_loop(BatchLoop(lambda report: build_engine(config, report, gpu_hardware(), max_batch_size=4))) as llm:
+        (want,) = llm.generate([[3, 40, 41, 42]], CASES[:1])
         monkeypatch.setattr(PagedExecutor, "_sample", failing)
         with pytest.raises(EngineError, match="out of luck"):
             llm.generate([[3, 40, 41, 42]], CASES[:1])
         (output,) = llm.generate([[3, 40, 41, 42]], CASES[:1])
-    assert list(output.token_ids) == want[0]
+    assert output.token_ids == want.token_ids
 
 
 def test_rows_that_are_asked_for_late_come_beside_a_step_that_is_held() -> None:
     """More tokens than there is room for are equally good."""
     device = torch.device("cuda")
-    driver, fetch = CudaDriver(device), LogitsFetch(2, 4096, device)
+    driver, fetch, needs = CudaDriver(device), LogitsFetch(2, 4096, device), [8, 8]
     gate = StepGate(driver)
     logits = torch.zeros(2, 4096, device=device)
     logits[1, 7] = 3.0
     behind = torch.zeros(1, device=device)
-    fetch.requested(logits, [MAX_CANDIDATES, MAX_CANDIDATES])  # kernels are loaded, which waits for the GPU
+    fetch.requested(logits, needs)  # kernels are loaded, which waits for the GPU
     gate.close()
     gate.open()
     torch.cuda.synchronize()
@@ -107,7 +107,7 @@ def test_rows_that_are_asked_for_late_come_beside_a_step_that_is_held() -> None:
         gate.close()
         behind.add_(1)
 
-    found = fetch.requested(logits, [MAX_CANDIDATES, MAX_CANDIDATES], hold)
+    found = fetch.requested(logits, needs, hold)
     assert isinstance(found, RequestedLogits)
     assert torch.equal(found.whole, torch.zeros(1, 4096))
     gate.open()
