@@ -36,6 +36,7 @@ from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.usage import KEPT_ROWS
 from ktransformers.optimize.plan import Plan
+from ktransformers.system.cores import usable_cores
 
 __all__ = ["MAX_GRAPH_ROWS", "DecodeSteps", "PaddedSteps", "why_not_captured"]
 
@@ -99,6 +100,8 @@ class DecodeSteps:
         device = layout.entry.torch_device
         self.max_rows, self.mixed = min(padded.max_batch_size, MAX_GRAPH_ROWS), tuple(padded.mixed)
         self._most_kept = max([self.max_rows, *(size.kept for size in self.mixed)])
+        self._released: Tensor | None = None  # logits of a step that was launched before its turn
+        self._has_lookup_here = False
         self._logits: Tensor | None = None  # of the last step, fp32 [most_kept, V]: what each graph writes to
         self._fetch: LogitsFetch | None = None
         batch_sizes = decode_batch_sizes(self.max_rows)
@@ -172,9 +175,10 @@ class DecodeSteps:
         if self._logits is None:
             where = self._layout.entry.torch_device
             self._logits = torch.empty(self._most_kept, logits.shape[1], dtype=torch.float32, device=where)
-            # A thread that spins for the GPU would take a core from experts on the CPU. Without such it may: to sleep
-            # and to be woken costs a twelfth of a step of 3 ms.
-            spins = not any(device.async_cpu_experts() for device in self._layout.devices)
+            # A thread that spins for the GPU would take a core from experts on the CPU. Where one is left it may: to
+            # sleep and to be woken costs a twelfth of a step of 3 ms.
+            has_experts = any(device.async_cpu_experts() for device in self._layout.devices)
+            spins = not has_experts or self._forward.pool.num_threads < usable_cores()
             self._fetch = LogitsFetch(self._most_kept, logits.shape[1], where, spins)
         return self._logits[:count].copy_(logits)
 
@@ -186,20 +190,50 @@ class DecodeSteps:
         keep: Tensor,
         needs: Sequence[int] | None = None,
         launched: Callable[[int], None] = lambda num_rows: None,
+        meanwhile: Callable[[], None] = lambda: None,
         *,
         is_shared: bool = False,
     ) -> StepLogits:
-        """Run a step of T rows that `takes` takes, all on the CPU. launched: called with T before its end is waited
-        for. is_shared: whether other processes get it through shared memory; raises EngineError when one is gone.
+        """Run a step of T rows that `takes` takes, all on the CPU. launched: called with T once it was launched.
+        meanwhile: called when all is launched that its results take, before these are waited for. is_shared: whether
+        other processes get it through shared memory; raises EngineError when one is gone.
 
         Returns fp32 logits [N, vocab_size] of the rows in `keep` on the CPU, or what `needs` says of each of them
         (engine.sampling.logits_request), valid until the next step.
         """
-        on_device = self.launch(token_ids, positions, context, keep, is_shared=is_shared)
+        on_device, self._released = self._released, None
+        if on_device is None:
+            on_device = self.launch(token_ids, positions, context, keep, is_shared=is_shared)
         launched(len(token_ids))
         if self._fetch is None or len(on_device) > self._most_kept:
-            return on_device.to("cpu")
-        return self._fetch.whole(on_device) if needs is None else self._fetch.requested(on_device, needs)
+            whole = on_device.to("cpu")
+            meanwhile()
+            return whole
+        if needs is None:
+            return self._fetch.whole(on_device, meanwhile)
+        return self._fetch.requested(on_device, needs, meanwhile)
+
+    def launch_held(self, token_ids: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor) -> bool:
+        """Launch the step behind the one under way, held until `release` brings its tokens: see
+        CUDAGraphRunner.launch_held. `step` is called for it after that."""
+        rows = len(token_ids)
+        if (
+            rows >= STAGED_ROWS
+            or not self._has_lookup_here
+            or self._fetch is None
+            or not self.takes(context, len(keep))
+        ):
+            return False
+        unknown = torch.empty(rows, self._layout.width, device="meta")
+        return self._graphs.launch_held(_inputs_of(unknown, token_ids, positions, context, keep))
+
+    def release(self, token_ids: Tensor) -> None:
+        """Let the step go on that was launched held, with its tokens."""
+        self._released = self._graphs.release(self._layout.embedding(token_ids[None])[0], token_ids)
+
+    def drop_released(self) -> None:
+        """Forget a step that was released and will not be asked for."""
+        self._released = None
 
     def follow(self, step: SharedStep) -> None:
         """Run a step that another process has published. Returns once nothing reads its slot."""
@@ -213,17 +247,24 @@ class DecodeSteps:
         lookup = self._forward.lookup
         if len(token_ids) < STAGED_ROWS or lookup is None:  # copied with the other inputs
             hidden_states = self._layout.embedding(token_ids[None])[0]
+            self._has_lookup_here = hidden_states.device.type == "cpu"
         else:
             hidden_states = lookup(token_ids)
-        inputs = DecodeInputs(
-            hidden_states,
-            positions,
-            context.slot_mapping,
-            context.seq_ids,
-            context.kv_lens,
-            context.block_table,
-            context.states,
-            token_ids,
-            keep,
-        )
+        inputs = _inputs_of(hidden_states, token_ids, positions, context, keep)
         return self._graphs.forward(inputs, is_shared=is_shared)
+
+
+def _inputs_of(
+    hidden_states: Tensor, token_ids: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor
+) -> DecodeInputs:
+    return DecodeInputs(
+        hidden_states,
+        positions,
+        context.slot_mapping,
+        context.seq_ids,
+        context.kv_lens,
+        context.block_table,
+        context.states,
+        token_ids,
+        keep,
+    )

@@ -218,22 +218,28 @@ def _aligned(nbytes: int) -> int:
 
 class InputMemory:
     """The memory in which the inputs of graphs lie, one graph's at a time: bytes on a device, and those that are copied
-    there.
+    there. The latter are there twice, in turns: a step's may be written while those of the step before it are read.
 
-    blocks: memory of the CPU that the processes of a model share; shared_nbytes: of its largest step.
+    blocks: memory of the CPU that the processes of a model share; shared_nbytes: of its largest step. turn: which of
+    the two was written last.
     """
 
     def __init__(self, device: torch.device, blocks: StepBlocks | None = None, shared_nbytes: int = 0) -> None:
-        self.device, self.blocks = device, blocks
+        self.device, self.blocks, self.turn = device, blocks, 0
         self.shared: Sequence[Tensor] = () if blocks is None else blocks.slots(shared_nbytes)
-        self._data = self._staged = torch.empty(0, dtype=torch.uint8)
+        self._data = torch.empty(0, dtype=torch.uint8)
+        self._staged = (self._data, self._data)
 
-    def take(self, nbytes: int) -> tuple[Tensor, Tensor]:
-        """Return the first bytes of both; of other memory than what was taken before where that does not do."""
+    def take(self, nbytes: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return the first bytes of all; of other memory than what was taken before where that does not do."""
         if len(self._data) < nbytes:
             self._data = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-            self._staged = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-        return self._data[:nbytes], self._staged[:nbytes]
+            self._staged = self._pinned(nbytes), self._pinned(nbytes)
+        first, second = self._staged
+        return self._data[:nbytes], (first[:nbytes], second[:nbytes])
+
+    def _pinned(self, nbytes: int) -> Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
 
 
 class _HostInputs:
@@ -272,9 +278,7 @@ class _HostInputs:
         rows, (seqs, pages) = source.num_rows, source.block_table.shape
         self._clear(rows if has_hidden else 0)
         if has_hidden:
-            for first in range(0, rows, self._at_once):  # numpy knows no bf16
-                end = min(first + self._at_once, rows)
-                self._hidden[first:end] = source.hidden_states[first:end]
+            self._write_hidden(source.hidden_states)
         self._positions[:rows] = source.positions.numpy()
         if source.token_ids is not None:
             self._token_ids[:rows] = source.token_ids.numpy()
@@ -285,6 +289,16 @@ class _HostInputs:
         self._keep[: source.num_kept] = range(rows) if source.keep is None else source.keep.numpy()
         if self._states is not None and source.states is not None:
             self._states.write(source.states)
+
+    def write_tokens(self, hidden_states: Tensor, token_ids: Tensor) -> None:
+        """Write the tokens of a step of which `write` has written all else."""
+        self._write_hidden(hidden_states)
+        self._token_ids[: len(token_ids)] = token_ids.numpy()
+
+    def _write_hidden(self, hidden_states: Tensor) -> None:
+        for first in range(0, len(hidden_states), self._at_once):  # numpy knows no bf16
+            end = first + self._at_once
+            self._hidden[first : min(end, len(hidden_states))] = hidden_states[first:end]
 
 
 class _HostStates:
@@ -329,9 +343,9 @@ class StaticInputs:
         self.size = StepSize(size, size) if isinstance(size, int) else size
         memory = where if isinstance(where, InputMemory) else InputMemory(where)
         extent = _Extent(self.size, num_pages, width, dtype, has_states)
-        self.num_pages, self.device, self._blocks = num_pages, memory.device, memory.blocks
+        self.num_pages, self.device, self._memory = num_pages, memory.device, memory
         self._data, staged = memory.take(extent.nbytes)
-        self.inputs, self._host = extent.views(self._data), _HostInputs(extent, staged)
+        self.inputs, self._hosts = extent.views(self._data), [_HostInputs(extent, one) for one in staged]
         shared = memory.shared if self.size.rows <= SHARED_ROWS else ()
         self._shared = [_HostInputs(extent, slot[: extent.nbytes]) for slot in shared]
         self.pad()
@@ -343,27 +357,48 @@ class StaticInputs:
 
     def pad(self) -> None:
         """Fill the inputs with rows that hold no token."""
-        self._host.pad()
-        self._data.copy_(self._host.data, non_blocking=True)
+        self._next_host().pad()
+        self.send()
+
+    def _next_host(self) -> _HostInputs:
+        """The memory that was not written last."""
+        self._memory.turn = 1 - self._memory.turn
+        return self._hosts[self._memory.turn]
+
+    def send(self) -> None:
+        """Copy what was staged last to the device, in the order of the current stream."""
+        self._data.copy_(self._hosts[self._memory.turn].data, non_blocking=True)
 
     def fill(self, source: DecodeInputs) -> None:
         """Take `source`, on the CPU, and pad it. Nothing may still read what was filled in before.
 
         Its hidden states may be on the device already.
         """
-        is_there = source.hidden_states.device == self.device
-        self._host.write(source, has_hidden=not is_there)
-        self._data.copy_(self._host.data, non_blocking=True)
-        if is_there:
+        self.stage(source)
+        self.send()
+        if source.hidden_states.device == self.device and self.device.type != "cpu":
             self.inputs.hidden_states[: source.num_rows] = source.hidden_states
+
+    def stage(self, source: DecodeInputs) -> None:
+        """Take `source`, on the CPU, and pad it, for `send`. The step before the last one must be over.
+
+        Hidden states that are elsewhere are left out: `complete` may bring them.
+        """
+        self._next_host().write(source, has_hidden=source.hidden_states.device.type == "cpu")
+
+    def complete(self, hidden_states: Tensor, token_ids: Tensor) -> None:
+        """Bring a step's tokens to what was staged last, before it is sent: hidden states [T, H] and int64 [T], on the
+        CPU."""
+        self._hosts[self._memory.turn].write_tokens(hidden_states, token_ids)
 
     def publish(self, source: DecodeInputs) -> None:
         """Take `source` as `fill` does, hidden states included, but let other processes `take` it first. Raises
         EngineError where one of them is gone."""
-        assert self._blocks is not None, "only inputs in shared memory are published"
-        host = self._shared[self._blocks.begin()]
+        blocks = self._memory.blocks
+        assert blocks is not None, "only inputs in shared memory are published"
+        host = self._shared[blocks.begin()]
         host.write(source, has_hidden=True)
-        self._blocks.publish(self.size.rows, self.size.seqs, self.size.kept, source.num_rows)
+        blocks.publish(self.size.rows, self.size.seqs, self.size.kept, source.num_rows)
         self._data.copy_(host.data, non_blocking=True)
 
     def take(self, slot: int, *, non_blocking: bool) -> None:

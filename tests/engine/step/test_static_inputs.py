@@ -52,7 +52,8 @@ def test_what_others_left_in_shared_memory_is_overwritten():
     """Also behind what a step has: some kernels read pages and slots that they do not use."""
     memory, fresh = InputMemory(CPU), StaticInputs(StepSize(4, 3), 3, CPU, 2, has_states=True)
     static = StaticInputs(StepSize(4, 3), 3, memory, 2, has_states=True)
-    memory._staged.fill_(0x5A)
+    for staged in memory._staged:
+        staged.fill_(0x5A)
     memory._data.fill_(0x5A)
     ints = {"dtype": torch.int32}
     kv_lens = torch.tensor([5, 6], **ints)
