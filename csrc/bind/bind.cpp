@@ -10,6 +10,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <array>
+#include <atomic>
 #include <stdexcept>
 #include <tuple>
 
@@ -100,6 +101,25 @@ void bind_pool(nb::module_& m) {
             session.run(count, [failing](int64_t i) {
               if (i == failing) throw std::runtime_error("task " + std::to_string(i) + " failed");
             });
+          },
+          nb::arg("count"), nb::arg("failing"), nb::call_guard<nb::gil_scoped_release>())
+      // For tests: a job of two kinds of tasks, `count` of each. Those of the second wait for all of the first; returns
+      // how many saw them done. Number `failing` of the first throws, -1: none.
+      .def(
+          "_run_both",
+          [](kt::WorkerPool& self, int64_t count, int64_t failing) {
+            kt::WorkerPool::Session session(self);
+            std::atomic<int64_t> num_done{0}, num_seen{0};
+            const kt::NodeEnds ends = {{count}, 1};
+            const auto first = [&](int64_t i) {
+              if (i == failing) throw std::runtime_error("task " + std::to_string(i) + " failed");
+              ++num_done;
+            };
+            const auto second = [&](int64_t) {
+              if (session.wait_until([&] { return num_done == count; })) ++num_seen;
+            };
+            session.run_both(ends, first, ends, second);
+            return num_seen.load();
           },
           nb::arg("count"), nb::arg("failing"), nb::call_guard<nb::gil_scoped_release>());
 }

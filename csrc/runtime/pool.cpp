@@ -274,18 +274,18 @@ void* WorkerPool::scratch(int64_t wanted) {
   return result;
 }
 
-bool WorkerPool::take(Slot& slot, int64_t& task) {
-  uint64_t range = slot.range.load(std::memory_order_relaxed);
+bool WorkerPool::take(Slot& slot, size_t kind, int64_t& task) {
+  uint64_t range = slot.ranges[kind].load(std::memory_order_relaxed);
   while (range_first(range) < range_end(range)) {
     task = range_first(range);
-    if (slot.range.compare_exchange_weak(range, make_range(task + 1, range_end(range)))) return true;
+    if (slot.ranges[kind].compare_exchange_weak(range, make_range(task + 1, range_end(range)))) return true;
   }
   return false;
 }
 
 // Takes the back half of the longest range of this node, or else of any, runs its first task, and leaves the rest in
 // the slot of `thread`. The slot of a thread without tasks is empty, and nobody else fills it.
-bool WorkerPool::steal(int thread, int64_t& task) {
+bool WorkerPool::steal(int thread, size_t kind, int64_t& task) {
   const int node = places_[static_cast<size_t>(thread)].node;
   for (;;) {
     Slot* victim = nullptr;
@@ -293,7 +293,7 @@ bool WorkerPool::steal(int thread, int64_t& task) {
     bool is_near = false;
     for (int i = 1; i < num_threads_; ++i) {
       const auto other = static_cast<size_t>((thread + i) % num_threads_);
-      const uint64_t range = slots_[other].range.load(std::memory_order_relaxed);
+      const uint64_t range = slots_[other].ranges[kind].load(std::memory_order_relaxed);
       const int64_t left = range_end(range) - range_first(range);
       const bool near = places_[other].node == node;
       if (left <= 0 || (is_near && !near)) continue;
@@ -305,8 +305,8 @@ bool WorkerPool::steal(int thread, int64_t& task) {
     }
     if (victim == nullptr) return false;
     const int64_t first = range_first(longest), end = range_end(longest), middle = first + (end - first) / 2;
-    if (!victim->range.compare_exchange_strong(longest, make_range(first, middle))) continue;
-    slots_[static_cast<size_t>(thread)].range.store(make_range(middle + 1, end));
+    if (!victim->ranges[kind].compare_exchange_strong(longest, make_range(first, middle))) continue;
+    slots_[static_cast<size_t>(thread)].ranges[kind].store(make_range(middle + 1, end));
     task = middle;
     return true;
   }
@@ -316,14 +316,17 @@ void WorkerPool::work(int thread) {
   const Job job = job_;
   Slot& slot = slots_[static_cast<size_t>(thread)];
   const int64_t began = job.posted_ns == 0 || thread == 0 ? job.posted_ns : steady_ns();
-  int64_t task = 0;
-  while ((take(slot, task) || steal(thread, task)) && !is_cancelled_.load(std::memory_order_relaxed)) {
-    try {
-      job.fn(job.context, task, thread);
-    } catch (...) {
-      const std::lock_guard<std::mutex> lock(error_mutex_);
-      if (!error_) error_ = std::current_exception();
-      is_cancelled_.store(true, std::memory_order_relaxed);
+  for (size_t kind = 0; kind < static_cast<size_t>(job.num_kinds); ++kind) {
+    const auto [fn, context] = job.kinds[kind];
+    int64_t task = 0;
+    while ((take(slot, kind, task) || steal(thread, kind, task)) && !is_cancelled_.load(std::memory_order_relaxed)) {
+      try {
+        fn(context, task, thread);
+      } catch (...) {
+        const std::lock_guard<std::mutex> lock(error_mutex_);
+        if (!error_) error_ = std::current_exception();
+        is_cancelled_.store(true, std::memory_order_relaxed);
+      }
     }
   }
   if (job.posted_ns == 0) return;
@@ -343,9 +346,9 @@ bool WorkerPool::any_busy() const {
   return false;
 }
 
-void WorkerPool::run_alone(int64_t count, TaskFn fn, const void* context) {
+void WorkerPool::run_alone(const Tasks& tasks) {
   const int64_t began = profile() != nullptr ? steady_ns() : 0;
-  for (int64_t i = 0; i < count; ++i) fn(context, i, 0);
+  for (int64_t i = 0; i < tasks.count(); ++i) tasks.fn(tasks.context, i, 0);
   if (began == 0) return;
   job_times_.busy_ns += steady_ns() - began;
 }
@@ -361,15 +364,23 @@ WorkerPool::JobTimes WorkerPool::job_times() const {
   return sum;
 }
 
-void WorkerPool::run(const int64_t* ends, int num_nodes, TaskFn fn, const void* context) {
-  const int64_t count = ends[num_nodes - 1];
+void WorkerPool::run(const Tasks* kinds, int num_kinds) {
+  int64_t count = 0;
+  for (int kind = 0; kind < num_kinds; ++kind) count += kinds[kind].count();
   if (count <= 0) return;
-  if (count == 1 || num_threads_ == 1) return run_alone(count, fn, context);
+  if (count == 1 || num_threads_ == 1) {
+    for (int kind = 0; kind < num_kinds; ++kind) run_alone(kinds[kind]);
+    return;
+  }
   if (count >= kMaxTasks) throw std::length_error("a job of " + std::to_string(count) + " tasks is too long");
-  job_ = {fn, context, profile() != nullptr ? steady_ns() : 0};
-  share_out(ends, num_nodes, places_, [&](size_t thread, int64_t first, int64_t end) {
-    slots_[thread].range.store(make_range(first, end), std::memory_order_relaxed);
-  });
+  job_.num_kinds = num_kinds;
+  job_.posted_ns = profile() != nullptr ? steady_ns() : 0;
+  for (size_t kind = 0; kind < static_cast<size_t>(num_kinds); ++kind) {
+    job_.kinds[kind] = {kinds[kind].fn, kinds[kind].context};
+    share_out(kinds[kind].ends, kinds[kind].num_nodes, places_, [&](size_t thread, int64_t first, int64_t end) {
+      slots_[thread].ranges[kind].store(make_range(first, end), std::memory_order_relaxed);
+    });
+  }
   const uint64_t number = posted_.load(std::memory_order_relaxed) + 1;
   open_.store(number);
   posted_.store(number);
@@ -454,7 +465,7 @@ void ProfiledOp::write() {
   busy -= static_cast<int64_t>(record.busy_ns);
   wait -= static_cast<int64_t>(record.wait_ns);
   record.num_jobs = 0;  // counted with the first
-  put(other_part_, 0, other_bytes_, 1.0);
+  put(other_part_, other_op_, other_bytes_, 1.0);
 }
 
 }  // namespace kt

@@ -119,10 +119,34 @@ class WorkerPool {
 
     // Calls task(i) for every i in [0, count), each once, on any thread, and returns when all are done. An exception
     // in a task cancels those not begun and is thrown here. A task may also take the number of the thread that runs it.
-    template <class Task> void run(int64_t count, const Task& task) { pool_.run(&count, 1, call<Task>, &task); }
+    template <class Task> void run(int64_t count, const Task& task) {
+      const Tasks tasks = {&count, 1, call<Task>, &task};
+      pool_.run(&tasks, 1);
+    }
     // The same where tasks belong to nodes. Threads of other nodes take them only when they have nothing left to do.
     template <class Task> void run_on_nodes(const NodeEnds& ends, const Task& task) {
-      pool_.run(ends.ends.data(), ends.count, call<Task>, &task);
+      const Tasks tasks = {ends.ends.data(), ends.count, call<Task>, &task};
+      pool_.run(&tasks, 1);
+    }
+    // Two kinds of tasks in one job, which saves the threads a second start. A thread begins with tasks of `second`
+    // when all of `first` were begun, though not all need be done: one that needs their results calls wait_until.
+    template <class First, class Second>
+    void run_both(const NodeEnds& first_ends, const First& first, const NodeEnds& second_ends, const Second& second) {
+      const Tasks tasks[] = {{first_ends.ends.data(), first_ends.count, call<First>, &first},
+                             {second_ends.ends.data(), second_ends.count, call<Second>, &second}};
+      pool_.run(tasks, 2);
+    }
+    // From within a task of `second`: returns when is_done() is true, or false when a task has thrown, after which what
+    // is waited for may never come.
+    template <class Done> bool wait_until(const Done& is_done) const {
+      for (int64_t spins = 0; !is_done(); ++spins) {
+        if (pool_.is_cancelled_.load(std::memory_order_relaxed)) return false;
+        if (spins < kSpins)
+          cpu_pause();
+        else
+          std::this_thread::yield();  // its core may be what the awaited thread lacks
+      }
+      return true;
     }
 
     // Memory for this session, 64-byte aligned, uninitialized. Each call takes the next part. Not from within tasks.
@@ -139,6 +163,7 @@ class WorkerPool {
     JobTimes job_times() const { return pool_.job_times(); }
 
    private:
+    static constexpr int64_t kSpins = 1000;  // some tens of microseconds
     template <class Task> static void call(const void* context, int64_t i, int thread) {
       const Task& task = *static_cast<const Task*>(context);
       if constexpr (std::is_invocable_v<const Task&, int64_t, int>)
@@ -153,33 +178,43 @@ class WorkerPool {
 
  private:
   using TaskFn = void (*)(const void* context, int64_t i, int thread);
+  static constexpr int kMaxKinds = 2;  // of tasks in a job
+
+  // Tasks of one kind: `ends` as of NodeEnds.
+  struct Tasks {
+    const int64_t* ends;
+    int num_nodes;
+    TaskFn fn;
+    const void* context;
+    int64_t count() const { return ends[num_nodes - 1]; }
+  };
 
   // How a job is handed over. The caller fills job_ and the ranges while no job is open and no worker is busy, then
   // publishes its number in open_. A worker says that it is busy BEFORE it looks at open_, so that either it sees the
   // job closed, or the caller, which closes the job before it looks at who is busy, waits for it. Workers that wake
   // late find the job closed and go back to sleep; nobody waits for them.
   struct Job {
-    TaskFn fn = nullptr;
-    const void* context = nullptr;
+    std::array<std::pair<TaskFn, const void*>, kMaxKinds> kinds;
+    int num_kinds = 0;
     int64_t posted_ns = 0;  // when it was handed over, if that is recorded
   };
 
   // Every thread begins with an equal run of neighbouring tasks, which read neighbouring memory, and takes them from
-  // the front; who has none left takes the back half of what another one still has.
+  // the front; who has none left takes the back half of what another one still has; then those of the next kind.
   struct alignas(64) Slot {
-    std::atomic<uint64_t> range{0};  // next task and the task after the last, 32 bits each
+    std::array<std::atomic<uint64_t>, kMaxKinds> ranges{};  // next task and the task after the last, 32 bits each
     std::atomic<bool> is_busy{false};
   };
 
   // Of a thread, as in JobTimes. Lines of their own, which nobody else looks at while jobs run.
   struct alignas(64) ThreadTimes { std::atomic<int64_t> busy_ns{0}, wait_ns{0}, num_starts{0}; };
 
-  void run(const int64_t* ends, int num_nodes, TaskFn fn, const void* context);
-  void run_alone(int64_t count, TaskFn fn, const void* context);
+  void run(const Tasks* kinds, int num_kinds);
+  void run_alone(const Tasks& tasks);
   void work(int thread);
   JobTimes job_times() const;
-  bool take(Slot& slot, int64_t& task);
-  bool steal(int thread, int64_t& task);
+  bool take(Slot& slot, size_t kind, int64_t& task);
+  bool steal(int thread, size_t kind, int64_t& task);
   bool any_busy() const;
   void worker_main(int thread);
   void* scratch(int64_t bytes);
@@ -258,9 +293,10 @@ class ProfiledOp {
   bool is_on() const { return profile_ != nullptr; }
   // Weights, keys and values that were read.
   void add_bytes(int64_t bytes) { bytes_ += bytes; }
-  // Of bytes that another part reads in the same jobs. Time is divided as the bytes are.
-  void add_bytes_of(Part part, int64_t bytes) {
+  // Of bytes that another part, or phase of it, reads in the same jobs. Time is divided as the bytes are.
+  void add_bytes_of(Part part, int64_t bytes, uint8_t op = 0) {
     other_part_ = part;
+    other_op_ = op;
     other_bytes_ += bytes;
   }
 
@@ -270,6 +306,7 @@ class ProfiledOp {
   const WorkerPool::Session& session_;
   ProfileScope scope_;
   Part other_part_ = Part::Other;
+  uint8_t other_op_ = 0;
   WorkerPool::JobTimes before_;
   int64_t rows_ = 0, begin_ns_ = 0, bytes_ = 0, other_bytes_ = 0, wait_ns_ = 0;
 };

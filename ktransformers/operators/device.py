@@ -218,6 +218,7 @@ class Devices:
 
     gpu: Callable[[str], Device] = lambda name: Device(name, torch.device(name), torch.bfloat16, is_gpu=True)
     _made: dict[str, Device] = field(default_factory=lambda: {"cpu": CPU}, compare=False, repr=False)
+    _others: list[Devices] = field(default_factory=list, compare=False, repr=False)
 
     def __getitem__(self, name: str) -> Device:
         device = self._made.get(name)
@@ -233,8 +234,14 @@ class Devices:
         """Return the counters of all devices that have experts."""
         return [usage for device in self._made.values() for usage in device.usages]
 
+    def close_with_this(self, other: Devices) -> None:
+        """Have `close` close the devices of another model, which computes with this one's threads, first."""
+        self._others.append(other)
+
     def close(self) -> None:
         """Stop what runs beside the devices. Graphs must not be replayed any more."""
+        while self._others:
+            self._others.pop().close()
         for device in self._made.values():
             while device.followers:
                 device.followers.pop().close()

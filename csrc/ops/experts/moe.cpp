@@ -1,5 +1,16 @@
-// See moe.h. Pairs (token, k) are sorted by expert; a pair keeps its own row of scratch from gate to down, so an output
-// never depends on which tokens share its expert.
+// See moe.h. A pair (token, k) keeps its own row of scratch from gate to down, so an output never depends on which
+// tokens share its expert.
+//
+// Few tokens take one job, in which a thread goes on with tiles of down as soon as there is nothing of up and gate
+// left:
+//
+//   tiles of up and gate ──> who finishes the last of an expert quantizes its rows ──> tiles of down, which wait for
+//   that
+//                                                                                      and meanwhile ask for their
+//                                                                                      weights
+//   tiles of down ──> who finishes the last of some columns combines them
+//
+// Many take a job for each of these, between which rows are laid out as their kernels want them.
 #include "ops/experts/moe.h"
 
 #include <algorithm>
@@ -12,6 +23,7 @@
 #include <immintrin.h>
 #endif
 
+#include "ops/experts/pairs.h"
 #include "ops/linear/activations.h"
 #include "ops/linear/tiles.h"
 #include "runtime/format_info.h"
@@ -19,87 +31,8 @@
 namespace kt {
 namespace {
 
-constexpr int64_t kPairChunk = 128;  // rows that a task's accumulators have room for
 constexpr int64_t kMaxTopK = 256;
 constexpr int64_t kScratchFloats = int64_t{48} << 20;  // of intermediate and output rows held at once
-
-// Pairs of one chunk of tokens, sorted by expert, in token order within an expert.
-struct SortedPairs {
-  Span<int32_t> token;    // [pairs] row of the input
-  Span<int64_t> pair_of;  // [tokens * top_k] position in `token`, or -1
-  struct Group {
-    int64_t expert, first, count;  // pairs first .. first + count - 1
-    int64_t tasks_before;          // chunks of all groups before this one
-  };
-  Span<Group> groups;
-  int64_t chunks = 0, chunk_size = kPairChunk;
-  Span<int32_t> plane;  // [pairs * planes] rows of the quantized input, where these are several for each token
-};
-
-SortedPairs sort_pairs(WorkerPool::Session& session, const int64_t* ids, int64_t tokens, int64_t top_k,
-                       int64_t num_experts) {
-  SortedPairs r;
-  const int planes = session.planes();
-  r.chunk_size = kPairChunk / planes;
-  const Span<int64_t> next = session.span<int64_t>(num_experts + 1);
-  std::fill(next.begin(), next.end(), 0);
-  for (int64_t i = 0; i < tokens * top_k; ++i)
-    if (ids[i] < num_experts) ++next[ids[i] + 1];
-  r.groups.data = session.scratch<SortedPairs::Group>(num_experts);
-  for (int64_t e = 0; e < num_experts; ++e) {
-    const int64_t count = next[e + 1], first = next[e];
-    next[e + 1] = first + count;
-    if (count == 0) continue;
-    r.groups[r.groups.count++] = {e, first, count, r.chunks};
-    r.chunks += (count + r.chunk_size - 1) / r.chunk_size;
-  }
-  r.token = session.span<int32_t>(next[num_experts]);
-  r.pair_of = session.span<int64_t>(tokens * top_k);
-  for (int64_t i = 0; i < tokens * top_k; ++i) {
-    if (ids[i] >= num_experts) {
-      r.pair_of[i] = -1;
-      continue;
-    }
-    const int64_t pair = next[ids[i]]++;
-    r.pair_of[i] = pair;
-    r.token[pair] = static_cast<int32_t>(i / top_k);
-  }
-  if (planes > 1) {
-    r.plane = session.span<int32_t>(r.token.count * planes);
-    for (int64_t i = 0; i < r.plane.count; ++i)
-      r.plane[i] = static_cast<int32_t>(r.token[i / planes] * planes + i % planes);
-  }
-  return r;
-}
-
-// Chunk number `i` of all groups: its expert, its first pair and how many there are.
-struct PairChunk {
-  int64_t expert, first;
-  int count;
-};
-
-PairChunk chunk_at(const SortedPairs& r, int64_t i) {
-  const auto after = std::upper_bound(r.groups.begin(), r.groups.end(), i,
-                                      [](int64_t n, const SortedPairs::Group& g) { return n < g.tasks_before; });
-  const SortedPairs::Group& g = *(after - 1);
-  const int64_t skip = (i - g.tasks_before) * r.chunk_size;
-  return {g.expert, g.first + skip, static_cast<int>(std::min(r.chunk_size, g.count - skip))};
-}
-
-// The rows of the input, or with several planes of the quantized input, that belong to pair `first` and those after it.
-const int32_t* input_rows(const SortedPairs& r, int64_t first, int planes) {
-  return planes > 1 ? r.plane.data + first * planes : r.token.data + first;
-}
-
-// The tokens of every chunk, `planes` rows each: of the input, or of the pairs.
-Span<TokenGroup> token_groups(WorkerPool::Session& session, const SortedPairs& r, bool is_input, int planes) {
-  const Span<TokenGroup> groups = session.span<TokenGroup>(r.chunks);
-  for (int64_t i = 0; i < r.chunks; ++i) {
-    const PairChunk c = chunk_at(r, i);
-    groups[i] = {is_input ? input_rows(r, c.first, planes) : nullptr, c.first * planes, c.count * planes};
-  }
-  return groups;
-}
 
 TileArgs tile_args(const WeightView& weight, int64_t tile, const ActRows& act, int count, float* acc) {
   TileArgs args{};
@@ -143,22 +76,29 @@ bool is_quantized(QType type) { return format_info(type).form != ActForm::Float;
 constexpr int64_t kFusedTiles = 16;                  // 256 columns of the intermediate rows: a block of any type
 constexpr int64_t kStreamBytes = int64_t{16} << 20;  // outputs of this size do not stay in caches
 
-constexpr int64_t kMergedTokens = 32;  // up to here whoever finishes a part of the output combines it
+constexpr int64_t kAwaitedBytes = int64_t{64} << 10;  // of weights that a thread asks for before it can use them
+constexpr int64_t kMergedTokens = 32;                 // up to here whoever finishes a part of the output combines it
 
 // How many tasks of each part of a job are left. Who finishes the last one sees what all of them wrote and goes on with
 // the part, instead of a job of its own for that: handing a job over costs microseconds.
 class Countdown {
  public:
   Countdown(WorkerPool::Session& session, int64_t parts, int64_t tasks) : left_(session.scratch<Line>(parts)) {
-    for (int64_t i = 0; i < parts; ++i) new (left_ + i) Line{{tasks}};
+    for (int64_t i = 0; i < parts; ++i) new (left_ + i) Line{{tasks}, {false}};
   }
   bool finishes(int64_t part, int64_t tasks) const {
     return left_[part].count.fetch_sub(tasks, std::memory_order_acq_rel) == tasks;
   }
+  // What follows from the part is there: for others, who see it with all that was written before.
+  void complete(int64_t part) const { left_[part].is_complete.store(true, std::memory_order_release); }
+  bool is_complete(int64_t part) const { return left_[part].is_complete.load(std::memory_order_acquire); }
 
  private:
   // A line of its own, so that threads at different parts do not take it from one another.
-  struct alignas(64) Line { std::atomic<int64_t> count; };
+  struct alignas(64) Line {
+    std::atomic<int64_t> count;
+    std::atomic<bool> is_complete;
+  };
   Line* left_;
 };
 
@@ -178,16 +118,14 @@ class MoeRun {
         is_grouped_(!sorted.groups.empty() && sorted.token.count >= kGroupedTokens * sorted.groups.count) {}
 
   void run(const float* x, int64_t tokens, const float* weights, int64_t top_k, float* out) {
-    run_until_down(x, tokens);
     combining_ = {tokens, top_k, weights, out};
-    // With few tokens, whoever finishes the last expert's tile combines its columns.
-    const bool is_merged = tokens <= kMergedTokens && !is_grouped_ && sorted_.chunks > 0;
-    {
+    is_merged_ = tokens <= kMergedTokens && !is_grouped_ && sorted_.chunks > 0;
+    if (!run_until_down(x, tokens)) {
       ProfiledOp op(session_, Part::Experts, tokens, true, kDown);
       if (op.is_on()) op.add_bytes(touched_bytes(down_));
-      run_down(is_merged);
+      run_down();
     }
-    if (is_merged) return;
+    if (is_merged_) return;
     const ProfiledOp op(session_, Part::Experts, tokens, true, kCombine);
     session_.run(tokens, [&](int64_t t) { combine(t, 0, down_.rows); });
   }
@@ -198,8 +136,8 @@ class MoeRun {
     return p.experts.empty() ? 0 : sorted_.groups.count * weight_bytes(p.view(0));
   }
 
-  // Sets down_input_.
-  void run_until_down(const float* x, int64_t tokens) {
+  // Sets down_input_. Whether it went on with down.
+  bool run_until_down(const float* x, int64_t tokens) {
     ProfiledOp op(session_, Part::Experts, tokens, true, kGateUp);
     if (op.is_on()) op.add_bytes(touched_bytes(up_) + touched_bytes(gate_));
     const bool is_many = tokens >= kManyTokens && pairs() >= kManyPairs * sorted_.groups.count;
@@ -208,13 +146,28 @@ class MoeRun {
     if (has_gate_) gate_input_ = input_of(gate_, inputs, is_many);
     // Quantizing at once what the down projection reads saves a trip through memory; tasks must not get too few.
     const int64_t fused = sorted_.chunks * (up_.rows / (kFusedTiles * kTileRows));
-    if (uses_bf16(kernels_, down_.type, down_.layout, down_.cols, is_many))
+    if (uses_bf16(kernels_, down_.type, down_.layout, down_.cols, is_many)) {
       run_up_bf16();
-    else if (down_.is_packed() && is_quantized(down_.type) && is_grouped_ && session_.num_nodes() == 1 &&
-             fused >= 4 * session_.num_threads())
+    } else if (!is_grouped_ && !wants_blocks()) {
+      if (op.is_on()) op.add_bytes_of(Part::Experts, touched_bytes(down_), kDown);
+      run_both();
+      return true;
+    } else if (down_.is_packed() && is_quantized(down_.type) && is_grouped_ && session_.num_nodes() == 1 &&
+               fused >= 4 * session_.num_threads()) {
       run_up_fused();
-    else
+    } else {
       run_up();
+    }
+    return false;
+  }
+
+  // Whether kernels of down want the rows of an expert side by side, in blocks.
+  bool wants_blocks() const {
+    const int least = kernels_.min_block_tokens, planes = is_quantized(down_.type) ? session_.planes() : 1;
+    if (least == 0 || !down_.is_packed() || !is_quantized(down_.type)) return false;
+    return std::any_of(sorted_.groups.begin(), sorted_.groups.end(), [&](const SortedPairs::Group& g) {
+      return std::min(g.count, sorted_.chunk_size) * planes >= least;
+    });
   }
 
   // What a projection reads: rows of the call, some for each token, and the same by chunks where kernels want that.
@@ -279,35 +232,69 @@ class MoeRun {
 
   int64_t pairs() const { return sorted_.token.count; }
 
+  // Tiles of up and gate for the pairs of a chunk, activated, into their rows of `out`, which are up_.rows long.
+  void run_up_task(const TileTasks::Task& task, const PairChunk& c, float* out) const {
+    alignas(64) float acc[kTileGroup][kPairChunk * kTileRows];
+    up_tiles(c, task.chunk, task.tile, task.count, acc);
+    for (int j = 0; j < task.count; ++j) {
+      const int64_t first = (task.tile + j) * kTileRows, lanes = std::min<int64_t>(kTileRows, up_.rows - first);
+      copy_rows(acc[j], c.count, lanes, out + c.first * up_.rows + first, up_.rows);
+    }
+  }
+
   void run_up() {
     const int64_t width = up_.rows;
     float* intermediate = session_.scratch<float>(pairs() * width);
     const TileTasks tasks((width + kTileRows - 1) / kTileRows, is_grouped_ ? kTileGroup / 2 : 1, sorted_.chunks,
                           session_.num_nodes());
-    // With few tokens, whoever finishes the last tile of an expert quantizes its rows.
-    const bool is_merged = !is_grouped_ && is_quantized(down_.type);
-    const QuantizedRows rows = is_merged ? quantized_rows(session_, down_.type, pairs(), width) : QuantizedRows{};
-    const Countdown left(session_, sorted_.chunks, tasks.tiles);
     session_.run_on_nodes(tasks.ends, [&](int64_t i) {
-      alignas(64) float acc[kTileGroup][kPairChunk * kTileRows];
       const TileTasks::Task task = tasks.at(i);
-      const PairChunk c = chunk_at(sorted_, task.chunk);
-      up_tiles(c, task.chunk, task.tile, task.count, acc);
-      for (int j = 0; j < task.count; ++j) {
-        const int64_t first = (task.tile + j) * kTileRows, lanes = std::min<int64_t>(kTileRows, width - first);
-        copy_rows(acc[j], c.count, lanes, intermediate + c.first * width + first, width);
-      }
-      if (is_merged && left.finishes(task.chunk, task.count))
-        for (int64_t pair = c.first; pair < c.first + c.count; ++pair)
-          rows.quantize(kernels_, intermediate + pair * width, pair, 0, width);
+      run_up_task(task, chunk_at(sorted_, task.chunk), intermediate);
     });
-    if (is_merged) {
-      take_down_rows(rows.view());
-      return;
-    }
     Activations inner(session_, intermediate, pairs(), width, width);
     inner.require(down_.type);
     take_down_rows(inner.form_of(down_.type));
+  }
+
+  // All of the layer in one job, see above.
+  void run_both() {
+    const int64_t width = up_.rows;
+    const bool has_codes = is_quantized(down_.type);
+    float* intermediate = session_.scratch<float>(pairs() * width);
+    const QuantizedRows rows = has_codes ? quantized_rows(session_, down_.type, pairs(), width) : QuantizedRows{};
+    down_input_.planes = has_codes ? session_.planes() : 1;
+    down_input_.rows =
+        has_codes ? rows.view() : Activations(session_, intermediate, pairs(), width, width).form_of(down_.type);
+    const TileTasks ups((width + kTileRows - 1) / kTileRows, 1, sorted_.chunks, session_.num_nodes());
+    const TileTasks downs = down_tasks();
+    const Countdown left(session_, sorted_.chunks, ups.tiles), columns(session_, downs.tiles, sorted_.chunks);
+    const auto up = [&](int64_t i) {
+      const TileTasks::Task task = ups.at(i);
+      const PairChunk c = chunk_at(sorted_, task.chunk);
+      run_up_task(task, c, intermediate);
+      if (!left.finishes(task.chunk, task.count)) return;
+      for (int64_t pair = c.first; has_codes && pair < c.first + c.count; ++pair)
+        rows.quantize(kernels_, intermediate + pair * width, pair, 0, width);
+      left.complete(task.chunk);
+    };
+    const auto down = [&](int64_t i) {
+      const TileTasks::Task task = downs.at(i);
+      if (await_rows(task, left)) run_down_task(task, columns);
+    };
+    session_.run_both(ups.ends, up, downs.ends, down);
+  }
+
+  // Until the rows of the task's expert are there it asks for the weights of the task and of those behind it, which are
+  // the thread's next ones: memory has nothing else to do. False: they will not come.
+  bool await_rows(const TileTasks::Task& task, const Countdown& left) const {
+    const auto is_complete = [&] { return left.is_complete(task.chunk); };
+    if (is_complete()) return true;
+    const WeightView weight = down_.view(chunk_at(sorted_, task.chunk).expert);
+    const uint8_t *line = weight.data + task.tile * weight.tile_bytes, *end = weight.data + weight_bytes(weight);
+    if (weight.tile_bytes != 0)
+      for (end = std::min(end, line + kAwaitedBytes); line < end && !is_complete(); line += 64)
+        __builtin_prefetch(line, 0, 2);
+    return session_.wait_until(is_complete);
   }
 
   void take_down_rows(const ActRows& rows) {
@@ -355,43 +342,47 @@ class MoeRun {
     take_down_rows(rows.view());
   }
 
-  void run_down(bool is_merged) {
-    const int64_t hidden = down_.rows;
+  TileTasks down_tasks() {
+    const int64_t hidden = down_.rows, tiles = (hidden + kTileRows - 1) / kTileRows;
     outputs_ = session_.scratch<float>(pairs() * hidden);
-    const bool is_streamed =
-        pairs() * hidden * static_cast<int64_t>(sizeof(float)) >= kStreamBytes && hidden % kTileRows == 0;
-    const int64_t tiles = (hidden + kTileRows - 1) / kTileRows;
+    is_streamed_ = pairs() * hidden * static_cast<int64_t>(sizeof(float)) >= kStreamBytes && hidden % kTileRows == 0;
     const int64_t few = few_tiles(down_.experts.empty() ? 0 : down_.view(0).tile_bytes, down_input_.is_bf16,
                                   tiles * sorted_.chunks, session_.num_threads());
-    const TileTasks tasks(tiles, is_grouped_ ? kTileGroup : few, sorted_.chunks, session_.num_nodes());
+    return {tiles, is_grouped_ ? kTileGroup : few, sorted_.chunks, session_.num_nodes()};
+  }
+
+  void run_down() {
+    const TileTasks tasks = down_tasks();
     const Countdown left(session_, tasks.tiles, sorted_.chunks);
-    session_.run_on_nodes(tasks.ends, [&](int64_t i) {
-      alignas(64) float acc[kTileGroup][kPairChunk * kTileRows];
-      const TileTasks::Task task = tasks.at(i);
-      const PairChunk c = chunk_at(sorted_, task.chunk);
-      TileArgs args[kTileGroup] = {};
-      const int planes = down_input_.planes;
-      for (int j = 0; j < task.count; ++j) {
-        args[j] = tile_args(down_.view(c.expert), task.tile + j, down_input_.rows, c.count * planes, acc[j]);
-        args[j].first_token = c.first * planes;
-        down_input_.point(args[j], task.chunk);
-      }
-      run_tiles(kernels_, args, task.count);
-      for (int j = 0; j < task.count; ++j) {
-        const int64_t first = (task.tile + j) * kTileRows, lanes = std::min<int64_t>(kTileRows, hidden - first);
-        add_planes(acc[j], c.count, planes);
-        add_bias(acc[j], c.count, bias_at(down_, c.expert, first), lanes);
-        float* to = outputs_ + c.first * hidden + first;
-        if (is_streamed)
-          stream_rows(acc[j], c.count, to, hidden);
-        else
-          copy_rows(acc[j], c.count, lanes, to, hidden);
-      }
-      if (is_merged && left.finishes(task.tile, 1)) {
-        const int64_t first = task.tile * kTileRows, cols = std::min<int64_t>(task.count * kTileRows, hidden - first);
-        for (int64_t t = 0; t < combining_.tokens; ++t) combine(t, first, cols);
-      }
-    });
+    session_.run_on_nodes(tasks.ends, [&](int64_t i) { run_down_task(tasks.at(i), left); });
+  }
+
+  // left: experts that each tile waits for.
+  void run_down_task(const TileTasks::Task& task, const Countdown& left) const {
+    alignas(64) float acc[kTileGroup][kPairChunk * kTileRows];
+    const int64_t hidden = down_.rows;
+    const PairChunk c = chunk_at(sorted_, task.chunk);
+    TileArgs args[kTileGroup] = {};
+    const int planes = down_input_.planes;
+    for (int j = 0; j < task.count; ++j) {
+      args[j] = tile_args(down_.view(c.expert), task.tile + j, down_input_.rows, c.count * planes, acc[j]);
+      args[j].first_token = c.first * planes;
+      down_input_.point(args[j], task.chunk);
+    }
+    run_tiles(kernels_, args, task.count);
+    for (int j = 0; j < task.count; ++j) {
+      const int64_t first = (task.tile + j) * kTileRows, lanes = std::min<int64_t>(kTileRows, hidden - first);
+      add_planes(acc[j], c.count, planes);
+      add_bias(acc[j], c.count, bias_at(down_, c.expert, first), lanes);
+      float* to = outputs_ + c.first * hidden + first;
+      if (is_streamed_)
+        stream_rows(acc[j], c.count, to, hidden);
+      else
+        copy_rows(acc[j], c.count, lanes, to, hidden);
+    }
+    if (!is_merged_ || !left.finishes(task.tile, 1)) return;
+    const int64_t first = task.tile * kTileRows, cols = std::min<int64_t>(task.count * kTileRows, hidden - first);
+    for (int64_t t = 0; t < combining_.tokens; ++t) combine(t, first, cols);
   }
 
   // Columns first .. first + cols - 1 of a token's result; every column is a sum of its own.
@@ -415,6 +406,7 @@ class MoeRun {
   const ActSpec& act_;
   const SortedPairs& sorted_;
   const bool has_gate_, is_grouped_;
+  bool is_merged_ = false, is_streamed_ = false;
   Input up_input_, gate_input_, down_input_;
   float* outputs_ = nullptr;
   struct Combining {

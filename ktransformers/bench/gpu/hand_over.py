@@ -115,7 +115,8 @@ class ExpertsStep:
     def replay(self, tokens: int | None = None) -> None:
         """Replay the graph, with the first `tokens` rows."""
         if self.experts is not None:
-            self.experts.expect(self.count, len(self.hidden) if tokens is None else tokens)
+            self.experts.expect(self.count)
+            self.experts.set_rows(len(self.hidden) if tokens is None else tokens)
         self.graph.replay()
 
 

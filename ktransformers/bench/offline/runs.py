@@ -188,14 +188,18 @@ class OfflineRuns:
         runs = [self._prompt(case.prompt_len, first_page=i * each, index=i)[0] for i in range(batch)]
         tables = [list(range(i * each, (i + 1) * each)) for i in range(batch)]
 
+        def rows(position: int) -> list[ScheduledSequence]:
+            pairs = enumerate(zip(runs, tables, strict=True))
+            return [_row(run, position, self._tokens(1), table, i) for i, (run, table) in pairs]
+
         def one_pass(steps: int = case.steps) -> _Counts:
-            counts = _Counts()
-            for position in range(case.prompt_len, case.prompt_len + steps):
-                pairs = enumerate(zip(runs, tables, strict=True))
-                rows = [_row(run, position, self._tokens(1), table, i) for i, (run, table) in pairs]
-                result = self._step(rows)
+            counts, plan = _Counts(), self._plan(rows(case.prompt_len))
+            for position in range(case.prompt_len + 1, case.prompt_len + steps + 1):
+                following = self._plan(rows(position)) if position < case.prompt_len + steps else None
+                result = self._execute(plan, following)
                 counts.add(result, batch)
                 self._picks.append(result.expert_counts)
+                plan = following or plan
             return counts
 
         if self._engine.hot.gpus:
@@ -256,7 +260,7 @@ class OfflineRuns:
         for start in range(0, num_tokens, chunk):
             part = token_ids[start : start + chunk]
             row = _row(run_id, start, part, table, index, is_sampled=start + len(part) == num_tokens)
-            counts.add(self._step([row], starts), len(part))
+            counts.add(self._execute(self._plan([row], starts)), len(part))
             starts = []
         return run_id, counts
 
@@ -264,7 +268,14 @@ class OfflineRuns:
         ids: list[int] = self._rng.integers(0, self._engine.model.vocab_size, count).tolist()
         return ids
 
-    def _step(self, rows: list[ScheduledSequence], starts: list[NewSequence] | None = None) -> StepResult:
+    def _plan(self, rows: list[ScheduledSequence], starts: list[NewSequence] | None = None) -> StepPlan:
         plan = StepPlan(step_id=next(self._step_ids), starts=starts or [], rows=rows, ended=self._ended)
         self._ended = []
-        return self._engine.executor.execute(plan)
+        return plan
+
+    def _execute(self, plan: StepPlan, following: StepPlan | None = None) -> StepResult:
+        """Run a step. following: the one behind it, which is prepared meanwhile, as a server does."""
+        executor = self._engine.executor
+        if following is None or not executor.runs_apart:
+            return executor.execute(plan)
+        return executor.execute(plan, lambda: executor.prepare(following))

@@ -288,6 +288,7 @@ class EngineLoop(Generic[EngineT]):
     def _obey(self, command: _Command) -> None:
         match command:
             case ProfileOn(endpoint):
+                self._settle()  # graphs are captured anew, over what a step that is under way computes
                 self._record(endpoint)
             case ProfileOff():
                 self._record(None)

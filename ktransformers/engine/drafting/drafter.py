@@ -15,20 +15,20 @@ model of its own has run it already; an MTP layer runs it again, with the hidden
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ktransformers.engine.drafting.draws import draw_drafts
-from ktransformers.engine.sampling.sampler import RequestSampler
+from ktransformers.engine.sampling.logits_request import StepLogits
 from ktransformers.engine.step.drafts import ComputedRow, DraftRequest
 from ktransformers.kernels.cpu import WorkerPool
 
-__all__ = ["DraftForward", "DraftLimits", "DraftOutput", "ModelDrafter", "Piece"]
+__all__ = ["DraftForward", "DraftLimits", "DraftOutput", "LogitsRequest", "ModelDrafter", "Piece"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,12 +56,17 @@ class Piece:
         return Piece(self.run_id, self.start + begin, self.token_ids[begin:end], self.pages, hidden)
 
 
+LogitsRequest: TypeAlias = int | None
+"""What is needed of the logits behind a piece, see engine/sampling/logits_request.py; None: nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class DraftOutput:
-    """What a draft model says behind the last entry of each piece: fp32 logits [N, V] on the CPU, and of an MTP layer
-    hidden states [N, H]."""
+    """What a draft model says behind the last entry of each piece of which logits are requested: N of them, as far as
+    they are, on the CPU and good until the next step; of an MTP layer also hidden states [N, H], where it is, None for
+    N = 0."""
 
-    logits: torch.Tensor
+    logits: StepLogits
     hidden_states: torch.Tensor | None = None
 
 
@@ -88,13 +93,13 @@ class DraftForward(Protocol):
         """What it can do."""
         ...
 
-    def run(self, pieces: Sequence[Piece], *, wants_output: bool) -> DraftOutput | None:
-        """Run a step, at most one piece of each sequence. None where no output is wanted."""
+    def run(self, pieces: Sequence[Piece], requests: Sequence[LogitsRequest]) -> DraftOutput:
+        """Run a step, at most one piece of each sequence. requests: one for each piece."""
         ...
 
     def hidden_states(self, first: int, count: int) -> torch.Tensor | None:
-        """Return a copy of the target's hidden states [count, H] of rows of its last step; None where none are
-        taken."""
+        """Return a copy of the target's hidden states [count, H] of rows of its last step, where the draft model is;
+        None where none are taken."""
         ...
 
 
@@ -131,7 +136,8 @@ class _Run:
         hidden = None
         if self.hidden_states:
             joined = torch.cat(self.hidden_states) if len(self.hidden_states) > 1 else self.hidden_states[0]
-            hidden, self.hidden_states = joined[:count], [joined[count:]] if count < len(joined) else []
+            # What is left is a copy: it would keep all the others in memory.
+            hidden, self.hidden_states = joined[:count], [joined[count:].clone()] if count < len(joined) else []
         piece = Piece(run_id, self.next, self.waiting[:count], pages, hidden)
         self.next += count
         self.waiting = self.waiting[count:]
@@ -179,25 +185,35 @@ class ModelDrafter:
         for run in runs:
             run.guessed.clear()
         for depth in range(max(request.num_drafts for request in requests)):
-            output = self._run(pieces, wants_output=True)
-            assert output is not None
-            samplers: list[RequestSampler] = [request.sampler for request in requests]
-            places = [request.position + 1 + depth for request in requests]
-            tokens = draw_drafts(output.logits, samplers, places, self._pool, is_first=depth == 0)
-            for request, token_id in zip(requests, tokens, strict=True):
+            drafted = self._drafted(requests, pieces, depth)
+            for request, (token_id, _) in zip(requests, drafted, strict=True):
                 found[request.run_id][depth] = token_id
             left = [i for i, request in enumerate(requests) if request.num_drafts > depth + 1]
-            pieces = [self._next_piece(pieces[i], tokens[i], output, i) for i in left]
+            pieces = [self._next_piece(pieces[i], *drafted[i]) for i in left]
             requests = [requests[i] for i in left]
             if not self._forward.shift:
                 for request, piece in zip(requests, pieces, strict=True):
                     self._runs[request.run_id].guessed += piece.token_ids
 
+    def _drafted(
+        self, requests: Sequence[DraftRequest], pieces: Sequence[Piece], depth: int
+    ) -> list[tuple[int, torch.Tensor | None]]:
+        """Run a piece of each request: the draft token behind it, and the hidden state [1, H] that made it."""
+        samplers = [request.sampler for request in requests]
+        needs = [sampler.later_request if depth else sampler.logits_request for sampler in samplers]
+        found: list[tuple[int, torch.Tensor | None]] = [(0, None)] * len(pieces)
+        for ended, output in self._run(pieces, needs):
+            places = [requests[i].position + 1 + depth for i in ended]
+            tokens = draw_drafts(output.logits, [samplers[i] for i in ended], places, self._pool, is_first=not depth)
+            for nth, (i, token_id) in enumerate(zip(ended, tokens, strict=True)):
+                hidden = output.hidden_states
+                found[i] = token_id, None if hidden is None else hidden[nth : nth + 1]
+        return found
+
     @staticmethod
-    def _next_piece(piece: Piece, token_id: int, output: DraftOutput, index: int) -> Piece:
+    def _next_piece(piece: Piece, token_id: int, hidden_states: torch.Tensor | None) -> Piece:
         """What runs a draft token, for the one behind it."""
-        hidden = None if output.hidden_states is None else output.hidden_states[index : index + 1]
-        return Piece(piece.run_id, piece.start + len(piece.token_ids), [token_id], piece.pages, hidden)
+        return Piece(piece.run_id, piece.start + len(piece.token_ids), [token_id], piece.pages, hidden_states)
 
     def observe(self, rows: Sequence[ComputedRow]) -> None:
         """Take in what a step computed; run what has waited for long, but for the last entry of each sequence, which
@@ -210,7 +226,7 @@ class ModelDrafter:
             run.add(row.start, tokens, hidden)
             if len(run.waiting) > MAX_WAITING:
                 pieces.append(run.take(row.run_id, row.pages, len(run.waiting) - 1))
-        self._run(pieces, wants_output=False)
+        self._run_silently(pieces)
 
     def end(self, runs: Sequence[tuple[int, _Pages]]) -> None:
         """Forget runs, see EngineDrafter.end. What waits of them is run before, for whoever finds their pages."""
@@ -219,47 +235,43 @@ class ModelDrafter:
             run = self._runs.pop(run_id, None)
             if run is not None and run.waiting and self._keeps_prefixes:
                 pieces.append(run.take(run_id, pages, len(run.waiting)))
-        self._run(pieces, wants_output=False)
+        self._run_silently(pieces)
 
     def reset(self) -> None:
         """Forget all runs."""
         self._runs.clear()
 
-    def _run(self, pieces: Sequence[Piece], *, wants_output: bool) -> DraftOutput | None:
-        """Run pieces in steps that are small enough, all but the last entries of each without output."""
-        room, most = self._forward.limits.longest, self._forward.limits.max_rows
+    def _run_silently(self, pieces: Sequence[Piece]) -> None:
+        """Run pieces behind which nothing is drafted."""
+        for _ in self._run(pieces, [None] * len(pieces)):
+            pass
+
+    def _run(
+        self, pieces: Sequence[Piece], requests: Sequence[LogitsRequest]
+    ) -> Iterator[tuple[list[int], DraftOutput]]:
+        """Run pieces in as few steps as have room for them. Yields, for each step in which pieces with a request end,
+        their indices and its output, good until the next one."""
+        room = self._forward.limits.longest
         pieces = [piece.cut(0, max(room - piece.start, 0)) for piece in pieces]
-        pieces = [piece for piece in pieces if piece.token_ids]
-        lasts = list[Piece]()
-        for piece in pieces:
-            begin, length = 0, len(piece.token_ids)
-            while (wants_output and length - begin > most) or (not wants_output and begin < length):
-                self._forward.run([piece.cut(begin, min(begin + most, length))], wants_output=False)
-                begin += most
-            lasts.append(piece.cut(begin, length))
-        if not wants_output:
-            return None
-        outputs = list[DraftOutput]()
-        while lasts:
-            count, total = 1, len(lasts[0].token_ids)
-            while count < len(lasts) and total + len(lasts[count].token_ids) <= most:
-                total += len(lasts[count].token_ids)
-                count += 1
-            output = self._forward.run(lasts[:count], wants_output=True)
-            assert output is not None
-            outputs.append(output if count == len(lasts) else _copied(output))
-            lasts = lasts[count:]
-        return _joined(outputs)
+        for step in _packed([len(piece.token_ids) for piece in pieces], self._forward.limits.max_rows):
+            wanted = [requests[i] if end == len(pieces[i].token_ids) else None for i, _, end in step]
+            output = self._forward.run([pieces[i].cut(begin, end) for i, begin, end in step], wanted)
+            ended = [i for (i, _, _), request in zip(step, wanted, strict=True) if request is not None]
+            if ended:
+                yield ended, output
 
 
-def _copied(output: DraftOutput) -> DraftOutput:
-    """The same in memory of its own: a step's logits are good until the next one."""
-    hidden = output.hidden_states
-    return DraftOutput(output.logits.clone(), None if hidden is None else hidden.clone())
-
-
-def _joined(outputs: Sequence[DraftOutput]) -> DraftOutput:
-    if len(outputs) == 1:
-        return outputs[0]
-    hidden = [output.hidden_states for output in outputs if output.hidden_states is not None]
-    return DraftOutput(torch.cat([output.logits for output in outputs]), torch.cat(hidden) if hidden else None)
+def _packed(lengths: Sequence[int], most: int) -> list[list[tuple[int, int, int]]]:
+    """Divide stretches of such lengths into steps of up to `most` entries: (stretch, begin, end) of each part, at most
+    one of a stretch in a step."""
+    steps, room = list[list[tuple[int, int, int]]](), 0
+    for i, length in enumerate(lengths):
+        begin = 0
+        while begin < length:
+            if not room:
+                steps.append([])
+                room = most
+            end = min(begin + room, length)
+            steps[-1].append((i, begin, end))
+            begin, room = end, room - (end - begin)
+    return steps

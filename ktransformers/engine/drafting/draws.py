@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ktransformers.engine.sampling.sampler import RequestSampler
+from ktransformers.engine.sampling.logits_request import StepLogits
+from ktransformers.engine.sampling.sampler import RequestSampler, SampledToken, sample_requested
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.cpu import WorkerPool, sampling
 
@@ -20,20 +21,40 @@ __all__ = ["draw_drafts"]
 
 
 def draw_drafts(
-    logits: torch.Tensor,
+    logits: StepLogits,
     samplers: Sequence[RequestSampler],
     positions: Sequence[int],
     pool: WorkerPool,
     *,
     is_first: bool,
 ) -> list[int]:
-    """Return a draft token for each sampler from fp32 logits [N, V] on the CPU, to take its place at positions[n].
+    """Return a draft token for each sampler from fp32 logits [N, V] on the CPU, or from as much of them as choosing a
+    token takes, to take its place at positions[n].
 
     Penalties, biases and allowed tokens are as for the sequence's next token: what draft tokens before this one would
     change is left out. Grammars hold for the next token, is_first, alone: what they allow behind it is not known.
     Nothing is committed. Where nothing can be drawn (logits that are no numbers, say) the token is 0.
     """
-    rows = logits.contiguous()
+
+    def from_rows(
+        rows: torch.Tensor, samplers: Sequence[RequestSampler], positions: Sequence[int], pool: WorkerPool
+    ) -> list[SampledToken]:
+        return [SampledToken(one, None) for one in _drawn(rows.contiguous(), samplers, positions, pool, is_first)]
+
+    if isinstance(logits, torch.Tensor):
+        return _drawn(logits.contiguous(), samplers, positions, pool, is_first)
+    found = sample_requested(logits, samplers, positions, pool, from_rows)
+    return [one.token_id if isinstance(one, SampledToken) else 0 for one in found]
+
+
+def _drawn(
+    rows: torch.Tensor,
+    samplers: Sequence[RequestSampler],
+    positions: Sequence[int],
+    pool: WorkerPool,
+    is_first: bool,
+) -> list[int]:
+    """`draw_drafts` from whole rows."""
     numbers = [0.0] * len(samplers)
     if not all(sampler.params.is_greedy for sampler in samplers):
         numbers = sampling.uniforms([sampler.seed for sampler in samplers], positions)

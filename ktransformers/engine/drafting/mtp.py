@@ -1,82 +1,81 @@
-"""The target's own layer for multi-token prediction as drafter, see engine/model/mtp.py. It runs on the CPU.
+"""The target's own layer for multi-token prediction as drafter, see engine/model/mtp.py.
 
-Its embedding and its head are the target's modules: neither is in memory twice.
+Its embedding and its head are the target's modules: neither is in memory twice. The head stands in its model, so that a
+step ends in logits; what makes its input of embeddings and hidden states runs with the step, too. On a GPU, hidden
+states of the target's last layer stay there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
-from torch import nn
 
 from ktransformers.cache.paged import PagedCache
-from ktransformers.engine.drafting.draft_model import ids_of, run_pieces
-from ktransformers.engine.drafting.drafter import DraftLimits, DraftOutput, Piece
-from ktransformers.engine.model.mtp import INPUT_NORMS, PROJECTION, MtpInput
+from ktransformers.engine.drafting.draft_model import ids_of, last_rows, run_pieces
+from ktransformers.engine.drafting.drafter import DraftLimits, DraftOutput, LogitsRequest, Piece
+from ktransformers.engine.model.mtp import MtpInput
 from ktransformers.engine.step.forward import ForwardPass
+from ktransformers.engine.step.lookup import TokenLookup
 from ktransformers.engine.step.runner import ModelRunner
+from ktransformers.operators.device import CPU
 
-__all__ = ["MtpForward", "MtpModules"]
-
-
-@dataclass(frozen=True, slots=True)
-class MtpModules:
-    """The modules that make a layer's input, found before operators take their places. layer: which has them as
-    children; entry: where the input goes."""
-
-    layer: nn.Module
-    entry: MtpInput
-
-    @classmethod
-    def of(cls, model: Any) -> Self:
-        """Find them in a skeleton that is as `build_mtp` left it."""
-        return cls(model.model.layers[0], model.model.embed_tokens)
-
-    def project(self, embeddings: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the decoder layer's input, [1, T, H], of embeddings and hidden states of that shape."""
-        enorm, hnorm = (getattr(self.layer, name) for name in INPUT_NORMS)
-        both = torch.cat([enorm(embeddings), hnorm(hidden_states)], dim=-1)
-        rows: torch.Tensor = getattr(self.layer, PROJECTION)(both)
-        return rows
+__all__ = ["MtpForward"]
 
 
 class MtpForward:
     """The DraftForward of a layer for multi-token prediction.
 
-    runner: of its model, whose head gives the hidden states behind the layer's norm. target: the forward of the target,
-    with a tap.
+    runner: of its model, whose head is the target's. own, target: the forward passes of both, with a hook that keeps
+    hidden states. entry: the placeholder for the embedding in its model.
     """
 
     shift = 1
 
     def __init__(
-        self, runner: ModelRunner, cache: PagedCache, limits: DraftLimits, modules: MtpModules, target: ForwardPass
+        self,
+        runner: ModelRunner,
+        cache: PagedCache,
+        limits: DraftLimits,
+        entry: MtpInput,
+        own: ForwardPass,
+        target: ForwardPass,
     ) -> None:
-        assert target.tap is not None, "nothing keeps the target's hidden states"
-        self._runner, self._cache, self.limits, self._modules = runner, cache, limits, modules
-        layout, model = target.layout, target.model
-        self._tap, inner = target.tap, getattr(model.base_model, "inner", model.base_model)
-        self._embedding = inner.get_input_embeddings() if layout is None else layout.embedding
-        self._head, self._last = model.lm_head, None if layout is None else layout.last
+        assert target.last_hidden is not None, "nothing keeps the target's hidden states"
+        assert own.last_hidden is not None, "nothing keeps the layer's hidden states"
+        self._runner, self._cache, self.limits, self._entry = runner, cache, limits, entry
+        self._target_hidden, self._own_hidden = target.last_hidden, own.last_hidden
+        self._device = CPU if own.layout is None else own.layout.entry
+        self._look_up = _look_up(target, own)
 
     @torch.inference_mode()
-    def run(self, pieces: Sequence[Piece], *, wants_output: bool) -> DraftOutput | None:
-        """Run a step, see DraftForward. The logits are good until the next one."""
+    def run(self, pieces: Sequence[Piece], requests: Sequence[LogitsRequest]) -> DraftOutput:
+        """Run a step, see DraftForward."""
         token_ids = ids_of(pieces)
         hidden = torch.cat([piece.hidden_states for piece in pieces if piece.hidden_states is not None])
         assert len(hidden) == len(token_ids), "pieces of an MTP layer have hidden states"
-        embeddings = self._embedding(token_ids[None]).to("cpu", torch.float32)
-        self._modules.entry.rows = self._modules.project(embeddings, hidden[None])
-        behind = run_pieces(self._runner, self._cache, pieces, token_ids, wants_output=wants_output)
-        if not wants_output:
-            return None
-        behind = behind.clone()
-        rows = behind[None] if self._last is None else self._last.to_device(behind[None])
-        return DraftOutput(self._head(rows)[0].to("cpu", torch.float32), behind)
+        self._entry.rows = torch.cat([self._look_up(token_ids), hidden], dim=-1)[None]
+        logits = run_pieces(self._runner, self._cache, pieces, token_ids, requests)
+        ends = last_rows(pieces, requests)
+        return DraftOutput(logits, self._own_hidden.rows_at(ends) if ends else None)
 
+    @torch.inference_mode()
     def hidden_states(self, first: int, count: int) -> torch.Tensor | None:
         """Return a copy of the target's hidden states, see DraftForward."""
-        return self._tap.rows(first, count)
+        return self._device.to_device(self._target_hidden.rows(first, count))
+
+
+def _look_up(target: ForwardPass, own: ForwardPass) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the target's embedding: int64 [T] on the CPU -> [T, H] where the layer is."""
+    if target.layout is not None and own.layout is not None:
+        return TokenLookup(replace(target.layout, entry=own.layout.entry))
+    base = target.model.base_model
+    inner = getattr(base, "inner", base)
+    embedding = inner.get_input_embeddings() if target.layout is None else target.layout.embedding
+
+    def look_up(token_ids: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = embedding(token_ids[None])[0]
+        return rows.to("cpu", torch.float32)
+
+    return look_up

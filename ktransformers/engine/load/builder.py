@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
-from dataclasses import replace
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import Progress
 from ktransformers.engine.damage.scan import DamageScan
 from ktransformers.engine.drafting.draft_model import DraftModelForward
 from ktransformers.engine.drafting.drafter import DraftForward, DraftLimits, ModelDrafter
-from ktransformers.engine.drafting.mtp import MtpForward, MtpModules
+from ktransformers.engine.drafting.mtp import MtpForward
 from ktransformers.engine.load.loaded import Engine, LoadedModel, LoadedPart
 from ktransformers.engine.load.stages import (
+    ArrangedModel,
     CapturedModel,
     arrange_model,
     capture_steps,
@@ -24,21 +24,22 @@ from ktransformers.engine.load.stages import (
     open_part,
     plan_part,
 )
+from ktransformers.engine.model.mtp import MtpInput
 from ktransformers.engine.model.opened import OpenedModel, open_model
 from ktransformers.engine.parallel.ranks.driver import Driver, made_of
 from ktransformers.engine.parallel.ranks.parallel_strategy import num_processes, parallel_strategy
 from ktransformers.engine.parallel.ranks.ranks import Alone, Ranks, Worker
 from ktransformers.engine.plan.cache_plan import CachePlan
-from ktransformers.engine.plan.planning import Hardware, Planner
+from ktransformers.engine.plan.planning import Hardware, PlannedDraft, Planner
 from ktransformers.engine.plan.tier_plan import open_tiers
 from ktransformers.engine.sampling.constraints import mask_of
 from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.engine.step.snapshots import snapshot_interval
 from ktransformers.engine.step.step_runtime import StepRuntime
-from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.common.compiling import loading
 from ktransformers.operators.base import ExpertStats
+from ktransformers.operators.partial_sums import PassThrough
 from ktransformers.optimize.plan import Plan
 
 __all__ = [
@@ -93,7 +94,7 @@ def build_engine(
     cache_plan = CachePlan.of(opened, max_batch_size, page_size)
     built = _build(opened, cache_plan, hardware, progress, stats, ranks)
     cache = built.cache
-    drafter = None if opened.draft is None else _load_drafter(opened.draft, built, progress)
+    drafter = None if built.draft is None else _load_drafter(built.draft, built, progress)
     runner = ModelRunner(built.forward, built.decode, ranks.step_broadcast(), begins_ahead=ranks.begins_ahead)
     executor = _executor(built, runner, stats)
     executor.mend_model = lambda: _mend(ranks, runner)
@@ -142,30 +143,41 @@ def _executor(built: CapturedModel, runner: ModelRunner, stats: ExpertStats) -> 
     return executor
 
 
-def _load_drafter(draft: OpenedModel, target: CapturedModel, progress: Progress | None) -> ModelDrafter:
-    """Load the model that drafts, on the CPU, with the target's threads, and with a cache of its pages.
+def _load_drafter(draft: PlannedDraft, target: CapturedModel, progress: Progress | None) -> ModelDrafter:
+    """Load the model that drafts where it is planned, with the target's threads, and with a cache of its pages.
 
     Errors as `build_engine`; the target is closed then.
     """
-    pool, cache = target.forward.pool, target.cache
-    inputs = None if target.forward.tap is None else MtpModules.of(draft.model)
-    config = replace(draft.config, cache_lens=cache.num_slots, chunk_size=target.config.chunk_size)
+    pool, entry = target.forward.pool, draft.opened.model.get_input_embeddings()
     with ExitStack() as undo:
         undo.callback(pool.close)
         undo.callback(target.plan.devices.close)
-        hardware = Hardware.detect(config)
-        plan = CachePlan(size=cache.page_size, slots=cache.num_slots)
-        built = _build(replace(draft, config=config), plan, hardware, progress, shared=pool)
+        built = _build(draft.opened, draft.cache_plan, draft.hardware_now(), progress, target=target)
+        target.plan.devices.close_with_this(built.plan.devices)
         undo.pop_all()
     logger.info("draft tokens come from %s", built.model.description)
-    runner, longest = ModelRunner(built.forward, built.decode), draft.facts.longest_sequence(cache.num_slots)
+    runner, num_slots = ModelRunner(built.forward, built.decode), target.cache.num_slots
+    longest = draft.opened.facts.longest_sequence(num_slots)
     limits = DraftLimits(built.config.chunk_size, longest, target.model.vocab_size)
-    forward: DraftForward
-    if inputs is not None:
-        forward = MtpForward(runner, built.cache, limits, inputs, target.forward)
+    made: DraftForward
+    if isinstance(entry, MtpInput):
+        made = MtpForward(runner, built.cache, limits, entry, built.forward, target.forward)
     else:
-        forward = DraftModelForward(runner, built.cache, limits)
-    return ModelDrafter(forward, pool, keeps_prefixes=target.config.prefix_cache)
+        made = DraftModelForward(runner, built.cache, limits)
+    return ModelDrafter(made, pool, keeps_prefixes=target.config.prefix_cache)
+
+
+def _take_head(arranged: ArrangedModel, target: CapturedModel) -> str | None:
+    """Give a model without a head of its own, a layer for multi-token prediction, the target's. Returns why its steps
+    cannot be captured then; None where they can."""
+    model, layout = arranged.forward.model, arranged.loaded.layout
+    if not isinstance(getattr(model, "lm_head", None), PassThrough):
+        return None
+    model.lm_head = target.forward.model.lm_head
+    place = target.plan.device_of("lm_head")
+    if layout.is_cpu or place == layout.last.name:
+        return None
+    return f"lm_head is on {place}"
 
 
 def _mend(ranks: Ranks, runner: ModelRunner) -> None:
@@ -187,15 +199,17 @@ def _build(
     progress: Progress | None,
     stats: ExpertStats | None = None,
     ranks: Ranks | None = None,
-    shared: WorkerPool | None = None,
+    target: CapturedModel | None = None,
 ) -> CapturedModel:
-    """What engines and their parts are made of. shared: see `plan_part`. Errors as `build_engine`; whatever was started
-    is stopped then."""
+    """What engines and their parts are made of. target: the model that it drafts for, whose threads it takes, and whose
+    head in the place of one that it lacks. Errors as `build_engine`; whatever was started is stopped then."""
     part = open_part(opened, hardware, ranks or Alone())
     with loading(), ExitStack() as undo:
+        shared = None if target is None else target.forward.pool
         planned = plan_part(part, cache_plan, stats or ExpertStats(), undo, shared)
         loaded = load_weights(planned, progress)
         arranged = arrange_model(loaded)
-        captured = capture_steps(arranged, progress)
+        why_eager = None if target is None else _take_head(arranged, target)
+        captured = capture_steps(arranged, progress, why_eager)
         undo.pop_all()
     return captured

@@ -51,26 +51,28 @@ def choose_graphs(
     flash: Collection[FlashLayer],
     hardware: Hardware,
     extent: WarmupShapes,
+    why_eager: str | None = None,
 ) -> StepGraphs:
-    """Choose the graphs of steps of `extent`. Logs one line for a model on GPUs that has none.
+    """Choose the graphs of steps of `extent`. Logs one line for a model on GPUs that has none. why_eager: why it can
+    have none, by what is not in the plan.
 
     Steps are padded to the sizes of graphs without graphs too, where these could be and are not wanted.
     """
     if layout.is_cpu:
         has_gpus = any(entry.placement.generate_device != "cpu" for entry in plan.entries)
         return StepGraphs(None, (), "parts of the model are on a GPU, but no layer" if has_gpus else None)
-    reason = why_not_captured(plan, layout)
+    reason = why_eager or why_not_captured(plan, layout)
     if reason is not None:
         logger.info("decode steps run without CUDA graphs: %s", reason)
         return StepGraphs(None, (), reason)
-    why_eager = why_drafts_run_eagerly(config, {place.device for place in plan.layer_devices})
+    why_drafts_eager = why_drafts_run_eagerly(config, {place.device for place in plan.layer_devices})
     most_rows, batch = extent.most_rows, extent.max_batch_size
-    max_drafts = config.max_drafts(why_eager)
+    max_drafts = config.max_drafts(why_drafts_eager)
     drafts = draft_sizes(hardware.draft_rows, max_drafts, most_rows, batch) if max_drafts else ()
     sizes = replayed_sizes(hardware.graph_rows, plan, layout, flash, most_rows, batch)
     sizes += replayed_drafts(drafts, plan, layout)
     if config.use_cuda_graph is False:
         logger.info("decode steps run without CUDA graphs: --no_use_cuda_graph")
-        return StepGraphs(None, sizes, why_eager)
+        return StepGraphs(None, sizes, why_drafts_eager)
     devices = list(dict.fromkeys(device.torch_device for device in layout.devices))
-    return StepGraphs(hardware.make_graphs(devices), sizes, why_eager)
+    return StepGraphs(hardware.make_graphs(devices), sizes, why_drafts_eager)

@@ -59,6 +59,7 @@ class ReferenceRunner:
     """
 
     begins_ahead = runs_apart = False
+    held_steps = None
     meanwhile: Callable[[], None] | None = None
 
     def __init__(self, model: PreTrainedModel):

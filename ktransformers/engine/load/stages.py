@@ -31,12 +31,12 @@ from ktransformers.engine.model.threads import settle_torch_threads
 from ktransformers.engine.parallel.ranks.ranks import Ranks, ResolvedPlan
 from ktransformers.engine.plan.attention import find_flash
 from ktransformers.engine.plan.cache_plan import CachePlan
-from ktransformers.engine.plan.planning import Hardware, Planned, Planner
+from ktransformers.engine.plan.planning import Hardware, Planned, PlannedDraft, Planner
 from ktransformers.engine.step.decode import DecodeSteps
 from ktransformers.engine.step.expert_streaming import open_prefills
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.fused_decode import find_fused_decode
-from ktransformers.engine.step.hidden import HiddenTap
+from ktransformers.engine.step.hidden import LastHiddenHook
 from ktransformers.engine.step.hot import HotService, open_hot
 from ktransformers.engine.step.layout import (
     StepLayout,
@@ -150,7 +150,7 @@ class ArrangedModel:
 @dataclass(frozen=True, slots=True)
 class CapturedModel:
     """A model that is ready for steps. config: as everything was resolved. why_drafts_eager: see
-    StepGraphs."""
+    StepGraphs. draft: the plan of the model that drafts for it, which is loaded next."""
 
     config: EngineConfig
     plan: Plan
@@ -161,6 +161,7 @@ class CapturedModel:
     identified: Identified
     hot: HotService
     why_drafts_eager: str | None = None
+    draft: PlannedDraft | None = None
 
 
 def open_part(opened: OpenedModel, hardware: Hardware | None, ranks: Ranks) -> OpenedPart:
@@ -179,14 +180,16 @@ def open_part(opened: OpenedModel, hardware: Hardware | None, ranks: Ranks) -> O
 def plan_part(
     part: OpenedPart, cache_plan: CachePlan, stats: ExpertStats, undo: ExitStack, shared: WorkerPool | None = None
 ) -> PlannedPart:
-    """Plan where all of a part goes. undo: gets what has to be closed when a later stage fails. shared: whose threads
-    it computes with; its own when None. Raises CapacityError when it does not fit, and what planning raises."""
+    """Plan where all of a part goes. undo: gets what has to be closed when a later stage fails. shared: the threads of
+    the model that it drafts for, with which it computes; None: it drafts for none, and has its own. Raises
+    CapacityError when it does not fit, and what planning raises."""
     config, opened = part.config, part.opened
     undo.callback(part.ranks.close)
     pool = shared or _new_pool(config.cpu_infer, config.cpu_activations)
     if shared is None:
         undo.callback(pool.close)
-    planned, hardware = Planner(opened, pool, cache_plan, stats).settle(part.hardware)
+    planner = Planner(opened, pool, cache_plan, stats, is_draft=shared is not None)
+    planned, hardware = planner.settle(part.hardware)
     plan, num_slots = planned.plan, planned.num_slots
     plan.check_fits()
     undo.callback(plan.devices.close)
@@ -224,31 +227,45 @@ def arrange_model(loaded: LoadedWeights) -> ArrangedModel:
     if loaded.layout.is_cpu and opened.config.pipeline == 1:
         forward.short = find_fused_decode(opened.model, planned.shapes, pool, loaded.longest)
     if opened.config.drafter == "mtp":
-        forward.tap = HiddenTap(opened.model)
+        forward.last_hidden = LastHiddenHook(opened.model)
     return ArrangedModel(loaded, cache, identified, forward)
 
 
-def capture_steps(arranged: ArrangedModel, progress: Progress | None) -> CapturedModel:
-    """Compile and capture the steps that will be replayed, alike in all processes of the model. Raises EngineError."""
+def capture_steps(arranged: ArrangedModel, progress: Progress | None, why_eager: str | None = None) -> CapturedModel:
+    """Compile and capture the steps that will be replayed, alike in all processes of the model. why_eager: why none can
+    be; None: nothing is known. Raises EngineError."""
     loaded, planned_part = arranged.loaded, arranged.loaded.planned_part
     part, planned, plan = planned_part.part, planned_part.planned, planned_part.plan
     num_pages = -(-loaded.longest // planned_part.page_size)
     extent = _extent(loaded, planned_part.cache_plan.max_batch_size, num_pages)
     if loaded.opened.partial_sums is not None:
         loaded.opened.partial_sums.group.reserve(extent.most_rows, loaded.opened.facts.hidden_size)
-    graphs = choose_graphs(part.config, plan, loaded.layout, loaded.flash.values(), part.hardware, extent)
+    graphs = choose_graphs(part.config, plan, loaded.layout, loaded.flash.values(), part.hardware, extent, why_eager)
     device = loaded.layout.entry.torch_device
     mixed, is_captured = part.ranks.rendezvous(graphs.sizes, graphs.backend is not None, device)
     backend = graphs.backend if is_captured else None
-    tap = arranged.forward.tap
-    if tap is not None and not loaded.layout.is_cpu:
-        tap.replayed_rows = 2 * extent.max_batch_size + max((size.rows for size in mixed), default=8)
-    decode = prepare_decode(arranged.forward, arranged.cache, plan, extent, backend, progress, mixed)
+    last_hidden = arranged.forward.last_hidden
+    if last_hidden is not None and not loaded.layout.is_cpu:
+        last_hidden.replayed_rows = 2 * extent.max_batch_size + max((size.rows for size in mixed), default=8)
+    decode = prepare_decode(
+        arranged.forward, arranged.cache, plan, extent, backend, progress, mixed, part.ranks.step_blocks
+    )
     part.ranks.captured([] if decode is None else decode.sizes)
     config = replace(part.config, cache_lens=planned.num_slots, chunk_size=planned.chunk_size)
     identified, hot = arranged.identified, loaded.hot
-    why_eager = graphs.why_drafts_are_eager(decode)
-    return CapturedModel(config, plan, part.model, arranged.forward, decode, arranged.cache, identified, hot, why_eager)
+    why_drafts_eager = graphs.why_drafts_are_eager(decode)
+    return CapturedModel(
+        config,
+        plan,
+        part.model,
+        arranged.forward,
+        decode,
+        arranged.cache,
+        identified,
+        hot,
+        why_drafts_eager,
+        planned.draft,
+    )
 
 
 def _resolved(planned: Planned, opened: OpenedModel, cache_plan: CachePlan) -> ResolvedPlan:

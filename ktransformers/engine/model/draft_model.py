@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ktransformers.config import EngineConfig
 from ktransformers.errors import ConfigError
 from ktransformers.tokenizer import Tokenizer
 
-__all__ = ["check_same_tokens", "draft_config"]
+__all__ = ["check_same_tokens", "draft_config", "mtp_layer_config"]
 
 _SHOWN = 3
 """Tokens that an error names."""
 
 
 def draft_config(target: EngineConfig) -> EngineConfig:
-    """Return the configuration of the draft model that `target` names: on the CPU, with the default rules, and with
-    what is said of the processor there."""
+    """Return the configuration of the draft model that `target` names: with the default rules, and with what is said of
+    the processor and of GPUs there. It drafts nothing itself; on a GPU its steps of several rows a sequence are
+    captured as those of `target` are."""
     path = target.draft_model
     assert path is not None, "no draft model is named"
     has_config = path.is_dir() and (path / "config.json").is_file()
@@ -26,11 +29,29 @@ def draft_config(target: EngineConfig) -> EngineConfig:
         cpu_prefill=target.cpu_prefill,
         cpu_activations=target.cpu_activations,
         cpu_bf16=target.cpu_bf16,
-        use_cuda=False,
+        use_cuda=target.use_cuda,
+        use_cuda_graph=target.use_cuda_graph,
+        gpu_memory=target.gpu_memory,
         hot_experts="off",
         trust_remote_code=target.trust_remote_code,
         self_check=target.self_check,
-        speculative="off",
+        speculative="ngram",
+        speculative_tokens=target.speculative_tokens,
+    )
+
+
+def mtp_layer_config(target: EngineConfig) -> EngineConfig:
+    """Return the configuration of the model's own layer for multi-token prediction, as `draft_config` of a draft
+    model."""
+    return replace(
+        target,
+        optimize_config_path=None,
+        attention_backend="auto",
+        hot_experts="off",
+        cpu_memory_size_GB=0.0,
+        kv_disk_path=None,
+        spread_layers=False,
+        self_check=False,
     )
 
 

@@ -127,21 +127,46 @@ def _in_layer(name: str) -> str | None:
 
 
 class MtpInput(Placeholder):
-    """The placeholder for the embedding, which gives the rows that were put into it, [1, T, H].
+    """The placeholder for the embedding: makes the decoder layer's input of the rows that were put into it.
 
-    Until any are, as in the steps in which a loaded model is looked at, it gives rows that follow from their number.
+    rows: [1, T, 2 * H], embeddings and hidden states side by side. While there are none, as in the steps in which a
+    loaded model is looked at, rows that follow from their number are taken. source: gives them for ids, as an embedding
+    does, to steps on GPUs, which project them there.
     """
 
-    def __init__(self, hidden_size: int):
+    def __init__(self, layer: nn.Module, hidden_size: int):
+        """layer: has what projects the rows as children, by the names in INPUT_NORMS and PROJECTION."""
         super().__init__()
         self.weight = torch.empty(1, hidden_size, device="meta")  # whose width others ask for
         self.rows: torch.Tensor | None = None
+        self.source = _MtpRows(self)
+        self._layer, self._hidden_size = (layer,), hidden_size  # not its parent
+
+    def project(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the decoder layer's input, [1, T, H], of rows [1, T, 2 * H]."""
+        (layer,) = self._layer
+        parts = torch.split(rows, self._hidden_size, dim=-1)
+        normed = [getattr(layer, name)(part) for name, part in zip(INPUT_NORMS, parts, strict=True)]
+        projected: torch.Tensor = getattr(layer, PROJECTION)(torch.cat(normed, dim=-1))
+        return projected
 
     @override
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        if self.rows is not None:
-            return self.rows
-        return torch.randn(1, input_ids.shape[-1], self.weight.shape[-1], generator=torch.Generator().manual_seed(0))
+        return self.project(self.source(input_ids))
+
+
+class _MtpRows(Placeholder):
+    def __init__(self, entry: MtpInput):
+        super().__init__()
+        self._entry = (entry,)  # not its child
+
+    @override
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        (entry,) = self._entry
+        if entry.rows is not None:
+            return entry.rows
+        shape = 1, input_ids.shape[-1], 2 * entry.weight.shape[-1]
+        return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
 def build_mtp(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
@@ -161,7 +186,7 @@ def build_mtp(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedMo
         for name in INPUT_NORMS:
             layer.add_module(name, type(norm)(size, eps=eps))
         layer.add_module(PROJECTION, nn.Linear(2 * size, size, bias=False))
-    base.embed_tokens, model.lm_head = MtpInput(size), PassThrough()  # the head is the target's own
+    base.embed_tokens, model.lm_head = MtpInput(layer, size), PassThrough()  # the head is the target's own
     return model.eval()
 
 

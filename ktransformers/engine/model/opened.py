@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ktransformers.config import EngineConfig
 from ktransformers.engine.model.card import ModelCard, card_of
 from ktransformers.engine.model.config_checks import check_layers, check_parameters
-from ktransformers.engine.model.draft_model import check_same_tokens, draft_config
+from ktransformers.engine.model.draft_model import check_same_tokens, draft_config, mtp_layer_config
 from ktransformers.engine.model.file_layouts import note_layout
 from ktransformers.engine.model.mtp import MtpNames, build_mtp, renamed_gguf, renamed_tensors
 from ktransformers.engine.model.skeleton import build_skeleton, check_kinds, check_model_type, load_hf_config
@@ -148,7 +148,7 @@ def _open_mtp(target: OpenedModel, stored: SafetensorsModel | None) -> OpenedMod
             f"--speculative mtp: the files of this model ({target.facts.model_type}) hold no layer for multi-token "
             "prediction; take --speculative ngram, or --draft_model"
         )
-    config = replace(target.config, use_cuda=False, optimize_config_path=None, self_check=False, speculative="off")
+    config = mtp_layer_config(target.config)
     hf_config = mtp_config(target.hf_config, has_experts=names.has_experts)
     facts = _facts_of(hf_config, config.trust_remote_code)
     if gguf is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ktransformers.cache.paged import LayerShape, PagedCache, state_shapes
@@ -20,7 +20,6 @@ from ktransformers.scheduler.config import MAX_DRAFT_STATES
 __all__ = [
     "DEFAULT_CACHE_LEN",
     "CachePlan",
-    "DraftMemory",
     "cache_len_of",
     "num_snapshots",
 ]
@@ -73,20 +72,6 @@ def num_snapshots(shapes: Sequence[LayerShape], num_slots: int, config: EngineCo
         return 0
     fitting = int(SNAPSHOT_SHARE * PagedCache.size(shapes, num_slots)) // nbytes
     return min(max(fitting, LEAST_SNAPSHOTS), MOST_SNAPSHOTS)
-
-
-@dataclass(frozen=True, slots=True)
-class DraftMemory:
-    """The memory of a draft model: bytes of weights by device, and the shapes of its cache, whose pages are the
-    target's."""
-
-    weight_bytes: Mapping[str, int]
-    shapes: tuple[LayerShape, ...]
-
-    def nbytes(self, num_slots: int) -> dict[str, int]:
-        """Return all bytes by device, for a cache of so many positions."""
-        sizes = PagedCache.size_by_place(self.shapes, num_slots)
-        return {place: sizes.get(place, 0) + self.weight_bytes.get(place, 0) for place in {*sizes, *self.weight_bytes}}
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from ktransformers.engine.model.hot_file import HotFile
 from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.engine.model.skeleton import cache_shapes
 from ktransformers.engine.plan.attention import choose_attention, materialization_nbytes
-from ktransformers.engine.plan.cache_plan import CachePlan, DraftMemory
+from ktransformers.engine.plan.cache_plan import CachePlan
 from ktransformers.engine.plan.kv_types import KvTypes
 from ktransformers.engine.plan.tier_plan import tier_bytes
 from ktransformers.engine.step.cuda_graph_runner import CudaGraphs, GraphBackend
@@ -46,7 +46,7 @@ from ktransformers.optimize.hot_slots import (
     with_hot_slots,
 )
 from ktransformers.optimize.machine import Machine, detect_machine
-from ktransformers.optimize.plan import Choices, Plan, make_plan
+from ktransformers.optimize.plan import Choices, Plan, format_bytes, make_plan
 from ktransformers.optimize.rules import Rules, load_rules
 from ktransformers.optimize.spread import spread_layers
 from ktransformers.optimize.streaming import Streaming, chunk_size_for, plan_streaming, step_nbytes, with_streaming
@@ -135,7 +135,7 @@ class Planned:
     """A plan with all that it holds. chunk_size: tokens of a prefill step. shapes, num_slots, num_states: of the cache.
 
     filling: the experts that fill GPUs. transfer: where layers go by themselves, see `spread_layers`. hots: the slots
-    for experts on GPUs.
+    for experts on GPUs. draft: the plan of the model that drafts; None without one.
     """
 
     plan: Plan
@@ -147,6 +147,7 @@ class Planned:
     filling: Filling
     transfer: Mapping[int, str] = field(default_factory=dict)
     hots: tuple[HotSlots, ...] = ()
+    draft: PlannedDraft | None = None
 
     def report(self) -> None:
         """Log one line for each thing that was decided without being asked for."""
@@ -157,6 +158,13 @@ class Planned:
             logger.info("%s", self.filling)
         for hot in self.hots:
             logger.info("%s", hot)
+        if self.draft is not None and any(device.is_gpu for device in self.layer_devices):
+            logger.info("%s", self.draft)
+
+    @property
+    def layer_devices(self) -> list[Device]:
+        """The devices of the decoder layers, in order."""
+        return [self.plan.devices[layer_device.device] for layer_device in self.plan.layer_devices]
 
     @property
     def expert_bytes_on_cpu(self) -> int:
@@ -166,15 +174,44 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedDraft:
+    """The plan of a model that drafts, on the GPU of its target's last layer or on the CPU, beside what the target
+    holds. opened: it, with a configuration that is settled. cache_plan: of its cache, in pages of the target's.
+    hardware: what it was planned on: the bytes of a GPU are those that the target leaves to it at most."""
+
+    opened: OpenedModel
+    cache_plan: CachePlan
+    hardware: Hardware
+    planned: Planned
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """All bytes by device."""
+        return {device: nbytes for device, nbytes in self.planned.plan.total_bytes.items() if nbytes}
+
+    def hardware_now(self) -> Hardware:
+        """Return `hardware` with what RAM is left by now, so that it is planned again as it was."""
+        return self.hardware.within({**self.hardware.machine.devices, "cpu": detect_machine(gpus=dict).devices["cpu"]})
+
+    def __str__(self) -> str:
+        places = " and ".join(f"{format_bytes(nbytes)} on {device}" for device, nbytes in self.nbytes.items())
+        (place,) = {device.name for device in self.planned.layer_devices} or {"cpu"}
+        why = ": the GPU of the last layer has no room for it" if place == "cpu" else ""
+        return f"draft tokens are computed on {place}{why}; that takes {places}"
+
+
+@dataclass(frozen=True, slots=True)
 class Planner:
-    """Plans one model with its cache. pool: None where nothing is to be loaded."""
+    """Plans one model with its cache. pool: None where nothing is to be loaded. is_draft: whether it drafts for another
+    model, whose activations then lie where its own do, and for which no memory is spent on streaming its experts."""
 
     opened: OpenedModel
     pool: WorkerPool | None
     cache_plan: CachePlan
     expert_stats: ExpertStats = field(default_factory=ExpertStats)
-    _rules: list[Rules] = field(default_factory=list, init=False, repr=False, compare=False)
-    _drafts: list[DraftMemory] = field(default_factory=list, init=False, repr=False, compare=False)
+    is_draft: bool = False
+    _rules: list[Rules] = field(default_factory=list, repr=False, compare=False)
+    _draft_rules: list[Rules] = field(default_factory=list, init=False, repr=False, compare=False)
     _learned: list[LearnedPicks | None] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def settle(self, hardware: Hardware) -> tuple[Planned, Hardware]:
@@ -236,8 +273,6 @@ class Planner:
         if num_states:
             extra["states"] = StateCache.size_by_place(state_shapes(shapes), num_states)
         self.cache_plan.check_tiers(shapes, opened.config)
-        if opened.draft is not None:
-            extra["draft model"] = self._draft_memory(opened.draft, hardware).nbytes(num_slots)
         if tier_bytes(opened.config):
             extra["kv tiers"] = {"cpu": tier_bytes(opened.config)}
         used = sorted({entry.placement.generate_device for entry in plan.entries})
@@ -247,7 +282,9 @@ class Planner:
             materialization = materialization_nbytes(plan, opened.config.attention_backend)
             scans = _scans(plan, chunk_size)
             extra["workspace"] = {
-                gpu.name: max(gpu.workspace_nbytes(), step) + materialization.get(gpu.name, 0) + scans.get(gpu.name, 0)
+                gpu.name: (0 if self.is_draft else max(gpu.workspace_nbytes(), step))
+                + materialization.get(gpu.name, 0)
+                + scans.get(gpu.name, 0)
                 for gpu in gpus
             }
             if opened.partial_sums is not None and opened.partial_sums.group.size > 1:
@@ -263,7 +300,13 @@ class Planner:
         if flash:
             extra["flashinfer"] = flash
         plan = replace(plan, extra_bytes=extra)
-        plan, streamings = with_streaming(plan, plan_streaming(plan, opened.source, opened.facts, chunk_size))
+        draft = self._planned_draft(Planned(plan, chunk_size, (), shapes, num_slots, num_states, Filling()), hardware)
+        if draft is not None:  # before anything fills what is left
+            plan = replace(plan, extra_bytes={**extra, "draft model": draft.nbytes})
+        streamings: tuple[Streaming, ...] = ()
+        if not self.is_draft:
+            streamings = plan_streaming(plan, opened.source, opened.facts, chunk_size)
+        plan, streamings = with_streaming(plan, streamings)
         filling, hots = Filling(), tuple[HotSlots, ...]()
         if gpus:
             filling, hots = self._fill(plan)
@@ -271,20 +314,35 @@ class Planner:
             again = self._weights(hardware, Choices(filling.moved, transfer))[0]
             plan, streamings = with_streaming(replace(again, extra_bytes=plan.extra_bytes), streamings)
         plan, hots = with_hot_slots(plan, hots)
-        return Planned(plan, chunk_size, streamings, shapes, num_slots, num_states, filling, transfer, hots)
+        return Planned(plan, chunk_size, streamings, shapes, num_slots, num_states, filling, transfer, hots, draft)
 
     def _divided(self, hardware: Hardware) -> dict[str, str]:
         """Return the GPU of the routed experts of which a worker has a part, as the driver's plan says."""
         sums, gpus = self.opened.partial_sums, [name for name in hardware.machine.devices if name != "cpu"]
         return {} if sums is None or not sums.group.rank or not gpus else dict.fromkeys(sums.experts, gpus[0])
 
-    def _draft_memory(self, draft: OpenedModel, hardware: Hardware) -> DraftMemory:
-        """What the model that drafts takes beside its target."""
-        if not self._drafts:  # planned once: it is the same on the CPU wherever the target goes
-            planner = Planner(draft, None, self.cache_plan)
-            plan, shapes = planner._weights(hardware.without_gpus(), Choices())
-            self._drafts.append(DraftMemory(plan.weight_bytes, tuple(shapes)))
-        return self._drafts[0]
+    def _planned_draft(self, target: Planned, hardware: Hardware) -> PlannedDraft | None:
+        """Plan the model that drafts, beside what the target holds so far: on the GPU of its last layer if that has
+        room, else on the CPU."""
+        draft = self.opened.draft
+        if draft is None:
+            return None
+        config = replace(draft.config, cache_lens=target.num_slots, chunk_size=target.chunk_size)
+        draft = replace(draft, config=config)
+        size = self.cache_plan.page_size(target.shapes)
+        cache_plan = CachePlan(self.cache_plan.max_batch_size, size, slots=target.num_slots)
+        planner = Planner(draft, None, cache_plan, is_draft=True, _rules=self._draft_rules)
+        hardware = replace(hardware, devices=Devices(hardware.devices.gpu))  # with work space of their own
+        plan, last = target.plan, target.layer_devices[-1:]
+        if last and last[0].is_gpu:
+            name = last[0].name
+            left = max(plan.capacity[name] - plan.total_bytes[name], 0)
+            beside = hardware.within({"cpu": hardware.machine.devices["cpu"], name: left})
+            planned = planner._whole(beside, {})
+            if planned.plan.misfit() is None:
+                return PlannedDraft(draft, cache_plan, beside, planned)
+        cpu = hardware.without_gpus()
+        return PlannedDraft(draft, cache_plan, cpu, planner._whole(cpu, {}))
 
     def _fill(self, plan: Plan) -> tuple[Filling, tuple[HotSlots, ...]]:
         """What goes to the room that a plan leaves on GPUs: slots for the experts of all layers, and whole layers.

@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,6 +46,7 @@ __all__ = [
     "draw_seed",
     "sample_batch",
     "sample_each",
+    "sample_requested",
     "token_logprobs",
 ]
 
@@ -346,7 +347,7 @@ def sample_each(
         raise ValueError(f"{num_rows} rows do not fit {len(requests)} requests, {len(positions)} positions")
     pool = pool or _alone(os.getpid())
     if isinstance(logits, RequestedLogits):
-        return _sample_reduced(logits, requests, positions, pool)
+        return sample_requested(logits, requests, positions, pool, sample_each)
     if logits.dim() != 2:
         raise ValueError(f"logits must be rows, got {tuple(logits.shape)}")
     rows = _cpu_rows(logits)
@@ -401,10 +402,17 @@ def _numbers(requests: Sequence[RequestSampler], positions: Sequence[int]) -> li
     return sampling.uniforms([request.seed for request in requests], positions)
 
 
-def _sample_reduced(
-    logits: RequestedLogits, requests: Sequence[RequestSampler], positions: Sequence[int], pool: WorkerPool
+def sample_requested(
+    logits: RequestedLogits,
+    requests: Sequence[RequestSampler],
+    positions: Sequence[int],
+    pool: WorkerPool,
+    from_rows: Callable[
+        [torch.Tensor, Sequence[RequestSampler], Sequence[int], WorkerPool], Sequence[SampledToken | KTransformersError]
+    ],
 ) -> list[SampledToken | KTransformersError]:
-    """`sample_each` of rows each of which has what its request needs."""
+    """Sample as `sample_each` from rows each of which has what its request needs. from_rows: chooses from those that
+    came as a whole."""
     results: list[SampledToken | KTransformersError] = [
         SampledToken(token_id, None) for token_id in logits.table[:, 0].tolist()
     ]
@@ -419,7 +427,7 @@ def _sample_reduced(
     if whole:
         places = [logits.places[i] for i in whole]
         rows = logits.whole if places == list(range(len(logits.whole))) else logits.whole[places]
-        chosen = sample_each(rows, [requests[i] for i in whole], [positions[i] for i in whole], pool)
+        chosen = from_rows(rows, [requests[i] for i in whole], [positions[i] for i in whole], pool)
         for i, result in zip(whole, chosen, strict=True):
             results[i] = result
     return results

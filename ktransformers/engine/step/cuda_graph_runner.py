@@ -5,12 +5,14 @@ Knows no models, caches or requests. What is captured is a function from a step'
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ktransformers.engine.step.decode_inputs import DecodeInputs, StaticInputs, StepSize
+from ktransformers.kernels.transfer.cuda import CudaDriver, StreamDriver
 
 __all__ = [
     "CUDAGraphRunner",
@@ -31,6 +34,9 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _WARM_UPS = 2
+
+_MOST_SUITED = 1024
+"""Kinds of steps whose graphs are remembered: with cold caches it takes 0.1 ms to look at all graphs."""
 
 
 @contextmanager
@@ -74,8 +80,16 @@ class GraphBackend(Protocol):
         """Wait until all replays so far are done."""
         ...
 
-    def replayed(self) -> None:
-        """Note that a replay was launched, for `wait`."""
+    def launch(self, graph: Replayable, send: Callable[[], None], *, is_held: bool = False) -> None:
+        """Launch the copy of a step's inputs, and its graph behind it. is_held: both wait for `release`, of which
+        `can_hold` says whether there is any: nothing that the host waits for may be launched meanwhile."""
+        ...
+
+    @property
+    def can_hold(self) -> bool: ...
+
+    def release(self) -> None:
+        """Let the step go on that was launched held."""
         ...
 
 
@@ -86,8 +100,12 @@ class ReplayedWork(Protocol):
         """Count the pieces of work captured since the last call."""
         ...
 
-    def expect(self, count: int, num_tokens: int) -> None:
-        """Prepare for a replay with `count` pieces, of which num_tokens rows hold tokens."""
+    def expect(self, count: int) -> None:
+        """Prepare for a replay with `count` pieces, maybe behind another one."""
+        ...
+
+    def set_rows(self, num_tokens: int) -> None:
+        """Set how many rows of the replay that follows hold tokens. No other one may be under way."""
         ...
 
 
@@ -133,6 +151,9 @@ class CudaGraphs(GraphBackend):
     def __init__(self, devices: Sequence[torch.device]) -> None:
         cuda: Any = torch.cuda  # parts of it have no types
         self._cuda, self._device = cuda, devices[0]
+        driver = CudaDriver(self._device)
+        # Of several devices the others would have to wait, too.
+        self._gate = StepGate(driver) if driver.waits_by_kernel and len(devices) == 1 else None
         self._pool, self._stream = cuda.graph_pool_handle(), cuda.Stream(self._device)
         self._sides = [_Side.of(device, cuda) for device in devices[1:]]
         self._done = cuda.Event(blocking=True)  # spinning would take a core from the CPU's experts
@@ -175,12 +196,48 @@ class CudaGraphs(GraphBackend):
         return (_OverDevices(graph, self._device, others) if others else graph), result
 
     @override
-    def replayed(self) -> None:
+    def launch(self, graph: Replayable, send: Callable[[], None], *, is_held: bool = False) -> None:
+        if is_held:
+            assert self._gate is not None, "nothing can hold a step"
+            self._gate.close()
+        send()
+        graph.replay()
         self._done.record(self._cuda.current_stream(self._device))
+
+    @property
+    @override
+    def can_hold(self) -> bool:
+        return self._gate is not None
+
+    @override
+    def release(self) -> None:
+        assert self._gate is not None, "nothing was held"
+        self._gate.open()
 
     @override
     def wait(self) -> None:
         self._done.synchronize()
+
+
+class StepGate:
+    """A gate in a GPU's stream: what is launched behind `close` waits for `open`.
+
+    A word in pinned memory says which of the gates is the last open one; a kernel reads it again and again.
+    """
+
+    def __init__(self, driver: StreamDriver) -> None:
+        word = driver.pinned((1,), torch.int32)
+        self._driver, self._word, self._address = driver, word.numpy(), driver.device_address(word)
+        self._keep, self._last = word, 0
+
+    def close(self) -> None:
+        """Let the current stream wait."""
+        self._last = self._last % (1 << 30) + 1
+        self._driver.wait_value(self._address, self._last)
+
+    def open(self) -> None:
+        """Let it go on. What the host has written before is seen by all that waited."""
+        self._word[0] = self._last
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,9 +298,11 @@ class CUDAGraphRunner:
         self._run, self._make, self._backend, self._works = run, make_static_inputs, backend, works
         self._captured: dict[StepSize, _Captured] = {}
         self._timed: dict[StepSize, _Captured] = {}  # the same with marks, while somebody wants them
+        self._held: tuple[_Captured, DecodeInputs] | None = None
         self._marks: StepTimers | None = None
         self._most_timed: int | None = None
         self.reason: str | None = None  # why not all sizes were captured
+        self._suited = functools.lru_cache(_MOST_SUITED)(self._suiting)
         decode = {StepSize(size, size) for size in batch_sizes}
         if not decode or min(decode).rows < 1:
             raise ValueError(f"batch sizes must be at least one and positive, got {list(batch_sizes)}")
@@ -269,6 +328,7 @@ class CUDAGraphRunner:
     def capture(self, sizes: Sequence[StepSize], backend: GraphBackend, progress: Callable[[int, int], None]) -> None:
         """Capture steps of these sizes, in this order, until one cannot be captured. The constructor calls this."""
         began, left = time.perf_counter(), list(sizes)
+        self._suited.cache_clear()
         progress(0, len(sizes))
         while left:
             size = left.pop(0)
@@ -300,6 +360,7 @@ class CUDAGraphRunner:
         most_rows: graphs of more rows are not replayed meanwhile; their steps run anew.
         """
         self._timed, self._marks, self._most_timed = {}, marks, None if marks is None else most_rows
+        self._suited.cache_clear()
         if marks is None or self._backend is None:
             return
         began = time.perf_counter()
@@ -325,6 +386,9 @@ class CUDAGraphRunner:
     def size_of(self, rows: int, kept: int, seqs: int, pages: int) -> StepSize | None:
         """Return the size that a step of so many rows runs in, which keeps the logits of so many; None: it fits
         none."""
+        return self._suited(rows, kept, seqs, pages)
+
+    def _suiting(self, rows: int, kept: int, seqs: int, pages: int) -> StepSize | None:
         fitting = (
             size
             for size, captured in self._captured.items()
@@ -339,27 +403,77 @@ class CUDAGraphRunner:
         is_due = self._marks is not None and self._marks.is_due()
         return (self._timed.get(size) if is_due else None) or self._captured[size]
 
-    def forward(self, inputs: DecodeInputs) -> Tensor:
+    def is_shared(self, rows: int, kept: int, seqs: int, pages: int) -> bool:
+        """Whether a step's inputs can be published for other processes, as `forward` does when it is told to."""
+        size = self.size_of(rows, kept, seqs, pages)
+        return size is not None and self._captured[size].static.is_shared
+
+    def forward(self, inputs: DecodeInputs, *, is_shared: bool = False) -> Tensor:
         """Run one step, whose inputs are on the CPU. Returns logits [N, V], which are valid until the next step.
 
         The inputs are copied to where the graph was captured with them, then the graph is replayed: the smallest one
         that suits the step. It runs eagerly when none does, which is what a longer block table or a failed capture
-        leave.
+        leave. is_shared: whether other processes get the inputs, and `follow`.
         """
         captured = self._find(inputs)
         if captured is None:
             return self._run_marked(inputs.to(self._device))
+        static = captured.static
+        send = partial(static.publish if is_shared else static.fill, inputs)
+        return self._launch(captured, inputs.num_rows, send)[: inputs.num_kept]
+
+    def follow(self, size: StepSize, slot: int, num_rows: int) -> None:
+        """Run a step of another process that has published its inputs in a slot. Returns once nothing reads the slot,
+        and, of a step that is replayed, at its end: the next one does not come before."""
+        captured, backend = self._captured[size], self._backend
+        self._launch(captured, num_rows, partial(captured.static.take, slot, non_blocking=backend is not None))
+        if backend is not None:
+            backend.wait()
+
+    def _launch(self, captured: _Captured, num_rows: int, send: Callable[[], None]) -> Tensor:
+        """Run a step of num_rows rows with tokens, whose inputs `send` brings. Returns logits of all rows that it may
+        keep."""
         if self._backend is None or captured.graph is None or captured.logits is None:
-            captured.static.fill(inputs)
-            return self._run_marked(captured.static.inputs)[: inputs.num_kept]
+            send()
+            return self._run_marked(captured.static.inputs)
         self._backend.wait()  # the step before may still read its inputs and the number of its tokens
-        captured.static.fill(inputs)
         for work, count in captured.counts:
-            work.expect(count, inputs.num_rows)
-        captured.graph.replay()
-        self._backend.replayed()
+            work.expect(count)
+            work.set_rows(num_rows)
+        self._backend.launch(captured.graph, send)
         if self._marks is not None:
             self._marks.launched(captured.marks)
+        return captured.logits
+
+    def launch_held(self, inputs: DecodeInputs) -> bool:
+        """Launch a step while the one before it runs, to go on once `release` brings its tokens: `forward` is not
+        called for it. Whether that can be; nothing was done where not.
+
+        inputs: on the CPU, but hidden states anywhere, which are not read, as token_ids are not.
+        """
+        captured, backend = self._find(inputs), self._backend
+        if captured is None or captured.graph is None or backend is None or not backend.can_hold:
+            return False
+        if self._marks is not None:
+            return False  # its parts are timed
+        captured.static.stage(inputs)
+        for work, count in captured.counts:
+            work.expect(count)
+        backend.launch(captured.graph, captured.static.send, is_held=True)
+        self._held = captured, inputs
+        return True
+
+    def release(self, hidden_states: Tensor, token_ids: Tensor) -> Tensor:
+        """Let the step go on that was launched held, once the one before it is over, with the hidden states [T, H] of
+        its tokens int64 [T], on the CPU. Returns logits as `forward` does."""
+        assert self._held is not None, "no step is held"
+        assert self._backend is not None, "steps are held by a backend"
+        (captured, inputs), self._held = self._held, None
+        captured.static.complete(hidden_states, token_ids)
+        for work, _ in captured.counts:
+            work.set_rows(inputs.num_rows)
+        self._backend.release()
+        assert captured.logits is not None, "steps that are held are replayed"
         return captured.logits[: inputs.num_kept]
 
     def _run_marked(self, inputs: DecodeInputs) -> Tensor:

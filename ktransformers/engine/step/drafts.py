@@ -100,7 +100,7 @@ def with_drafts(
         if run.sampler is not None:  # else the row gets an error, whatever is drafted
             at = row.num_tokens - row.num_drafts - 1
             known = row.start + at, int(ids[firsts[i] + at])
-            requests.append(DraftRequest(row.run_id, *known, row.num_drafts, run.told, run.sampler))
+            requests.append(DraftRequest(row.run_id, *known, row.num_drafts, run.block_table, run.sampler))
             asked.append(i)
     for i, drafts in zip(asked, drafter.draft(requests), strict=True):
         filled[i] = _filled(rows[i], drafts)
@@ -135,5 +135,5 @@ def computed_rows(
             next_id = run.start.token_ids[row.start + row.num_tokens]
         if next_id is not None:
             tokens = ids[begin : begin + num_known]
-            found.append(ComputedRow(row.run_id, row.start, tokens, next_id, begin, run.told))
+            found.append(ComputedRow(row.run_id, row.start, tokens, next_id, begin, run.block_table))
     return found

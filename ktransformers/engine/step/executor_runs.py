@@ -20,8 +20,8 @@ __all__ = ["FIRST_ROW", "ONE_KEPT", "ExecutorRun", "KeptRows", "StepTensors", "k
 
 @dataclass(slots=True)
 class ExecutorRun:
-    """The state of a run. error: why no token of it can be sampled, found when it started. table: room for its block
-    table, of which `told` is what rows have said.
+    """The state of a run. error: why no token of it can be sampled, found when it started. block_table: pages that the
+    plans have named so far, in `_pages`, which has room for more.
 
     pooled: the embedding of its prompt, on the way.
     """
@@ -30,25 +30,25 @@ class ExecutorRun:
     sampler: RequestSampler | None
     error: str | None = None
     pooled: Pooled | None = None
-    table: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    told: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    block_table: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    _pages: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
 
     def pages(self, row: ScheduledSequence) -> npt.NDArray[np.int32]:
         """Return the block table with what `row` says of it: [P], valid until the run's next row. The same array until
         a row says something."""
         num_pages = row.first_page + len(row.block_table)
-        if row.block_table or num_pages != len(self.told):
-            self._tell(row, num_pages)
-        return self.told
+        if row.block_table or num_pages != len(self.block_table):
+            self._extend(row, num_pages)
+        return self.block_table
 
-    def _tell(self, row: ScheduledSequence, num_pages: int) -> None:
-        if row.first_page > len(self.told):
-            raise ValueError(f"run {row.run_id}: page {row.first_page} is told of before page {len(self.told)}")
-        if num_pages > self.table.size:
-            more = np.empty(max(num_pages - self.table.size, self.table.size), np.int32)
-            self.table = np.concatenate((self.table, more))
-        self.table[row.first_page : num_pages] = row.block_table
-        self.told = self.table[:num_pages]
+    def _extend(self, row: ScheduledSequence, num_pages: int) -> None:
+        if row.first_page > len(self.block_table):
+            raise ValueError(f"run {row.run_id}: page {row.first_page} is named before page {len(self.block_table)}")
+        if num_pages > self._pages.size:
+            more = np.empty(max(num_pages - self._pages.size, self._pages.size), np.int32)
+            self._pages = np.concatenate((self._pages, more))
+        self._pages[row.first_page : num_pages] = row.block_table
+        self.block_table = self._pages[:num_pages]
 
 
 class KeptRows:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.engine.step.fused_decode import FusedDecode
-from ktransformers.engine.step.hidden import HiddenTap
+from ktransformers.engine.step.hidden import LastHiddenHook
 from ktransformers.engine.step.layout import StepLayout
 from ktransformers.engine.step.lookup import TokenLookup
 from ktransformers.kernels.cpu import WorkerPool
@@ -46,21 +46,21 @@ class ForwardPass:
     """A loaded model's forward, which steps of every kind share.
 
     layout: the devices of its layers, None where all are on the CPU. announce: whether modules that keep torch's
-    forward get a line in the log. short: what steps on the CPU take, where a model has it. tap: what keeps the hidden
-    states of each step.
+    forward get a line in the log. short: what steps on the CPU take, where a model has it. last_hidden: the
+    forward hook that keeps the hidden states of each step for a drafter; None without one.
     """
 
     def __init__(self, model: Any, pool: WorkerPool, layout: StepLayout | None = None, *, announce: bool = True):
         self.model, self.pool = model, pool
         self.short: FusedDecode | None = None
-        self.tap: HiddenTap | None = None
+        self.last_hidden: LastHiddenHook | None = None
         self.layout = None if layout is None or layout.is_cpu else layout
         self.lookup = None if self.layout is None else TokenLookup(self.layout)
         left = modules_on_torch(model) if self.layout is None or CPU in self.layout.devices else []
-        told = [name for name in left if not name.endswith(_USUAL)]
-        if told and announce:
-            more = f" and {len(told) - 1} more modules keep" if told[1:] else " keeps"
-            logger.info("%s%s the model's own forward, on native products", told[0] or "the model", more)
+        unusual = [name for name in left if not name.endswith(_USUAL)]
+        if unusual and announce:
+            more = f" and {len(unusual) - 1} more modules keep" if unusual[1:] else " keeps"
+            logger.info("%s%s the model's own forward, on native products", unusual[0] or "the model", more)
         self._math: AbstractContextManager[Any] = NativeMathMode(pool) if left else nullcontext()
 
     def on_cpu(
@@ -76,7 +76,7 @@ class ForwardPass:
         meanwhile: called once before the layers. To be called in inference mode, which takes a while to enter.
         """
         if self.short is not None and self.short.is_wanted:
-            return self.short.logits(token_ids, positions, context, keep, meanwhile, self.tap)
+            return self.short.logits(token_ids, positions, context, keep, meanwhile, self.last_hidden)
         if meanwhile is not None:
             meanwhile()
         return self._logits(input_ids=token_ids[None], positions=positions[None], keep=keep, context=context)
@@ -106,7 +106,7 @@ class ForwardPass:
         return self._logits(positions=inputs.positions, keep=inputs.keep, context=inputs.context, **tokens)
 
     def _logits(self, *, positions: Tensor, keep: Tensor, context: ForwardContext, **tokens: Tensor) -> Tensor:
-        with self._math, self.tap or nullcontext():
+        with self._math, self.last_hidden or nullcontext():
             output = self.model(
                 **tokens, position_ids=positions, use_cache=False, logits_to_keep=keep, forward_context=context
             )

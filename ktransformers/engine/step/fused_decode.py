@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ktransformers.cache.paged import LayerShape
-from ktransformers.engine.step.hidden import HiddenTap
+from ktransformers.engine.step.hidden import LastHiddenHook
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.attention.rope import KRotaryEmbedding
 from ktransformers.operators.context import ForwardContext
@@ -70,23 +70,23 @@ class FusedDecode:
         context: ForwardContext,
         keep: Tensor,
         meanwhile: Callable[[], None] | None = None,
-        tap: HiddenTap | None = None,
+        last_hidden: LastHiddenHook | None = None,
     ) -> Tensor:
         """Run a step on the CPU: int64 [T] ids and positions, int64 [N] rows to keep -> fp32 logits [N, vocab_size].
 
-        meanwhile: called right before the layers, the one part that leaves Python to others for long. tap: given all
-        rows behind the norm.
+        meanwhile: called right before the layers, the one part that leaves Python to others for long. last_hidden:
+        keeps all rows behind the norm.
         """
         rows: Tensor = self.embedding(token_ids[None])
         angles = self.rotation(rows, positions[None])
         if meanwhile is not None:
             meanwhile()
         rows = self.layers(rows, forward_context=context, position_embeddings=angles)
-        if tap is not None:
+        if last_hidden is not None:
             rows = self.norm(rows)
-            tap.keep(rows[0])
+            last_hidden.keep(rows[0])
         kept = rows if keep.shape[0] == rows.shape[1] == 1 else rows[:, keep]  # len() of a tensor is slow Python
-        logits: Tensor = self.head(kept if tap is not None else self.norm(kept))
+        logits: Tensor = self.head(kept if last_hidden is not None else self.norm(kept))
         return logits[0]
 
 

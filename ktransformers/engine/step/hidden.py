@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from ktransformers.engine.damage.errors import NotFiniteError
 from ktransformers.errors import ConfigError, UnsupportedError, reason_of
 from ktransformers.operators.recorder import fp32_copy, intercepted
 
-__all__ = ["HiddenStatesHook", "HiddenTap", "Pooled", "embedding_form"]
+__all__ = ["HiddenStatesHook", "LastHiddenHook", "Pooled", "embedding_form"]
 
 _MODULES, _POOLING = "modules.json", "1_Pooling/config.json"
 _KNOWN_MODULES = {"Transformer", "Pooling", "Normalize"}
@@ -70,8 +70,8 @@ class HiddenStatesHook:
             self.is_open = False
 
 
-class HiddenTap:
-    """Keeps the hidden states behind the last norm of each step, where the model computes them, for a drafter. As a
+class LastHiddenHook:
+    """Keeps the hidden states behind the last norm of each step, on the device that computes them, for a drafter. As a
     context it hooks the model's own forward: only for as long as that runs, since a hook keeps steps from being fused.
 
     Steps that are replayed run no Python: what is captured copies their rows to memory of their own. replayed_rows:
@@ -108,10 +108,21 @@ class HiddenTap:
         self._replayed[:count].copy_(rows)
 
     def rows(self, first: int, count: int) -> torch.Tensor:
-        """Return a copy of the last step's hidden states of `count` rows, fp32 [count, H] on the CPU."""
+        """Return a copy of the last step's hidden states of `count` rows, [count, H] where they were computed, in the
+        type of that device."""
+        return self._kept()[first : first + count].clone()
+
+    def rows_at(self, indices: Sequence[int]) -> torch.Tensor:
+        """Return a copy of the last step's hidden states of single rows, as `rows` does: [len(indices), H]."""
+        kept = self._kept()
+        if list(indices) == list(range(len(indices))):
+            return kept[: len(indices)].clone()
+        return torch.cat([kept[index : index + 1] for index in indices])  # an index would have to be copied to a GPU
+
+    def _kept(self) -> torch.Tensor:
         kept = self._replayed if self._latest is None else self._latest
         assert kept is not None, "no step has run"
-        return fp32_copy(kept[first : first + count])
+        return kept
 
 
 class Pooled:

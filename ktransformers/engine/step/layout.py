@@ -7,13 +7,14 @@ arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from ktransformers.engine.model.mtp import MtpInput
 from ktransformers.errors import UnsupportedError
 from ktransformers.operators.attention.indexer import KPooledIndexer
 from ktransformers.operators.base import Operator
@@ -32,7 +33,8 @@ class StepLayout:
 
     entry, last: where hidden states begin and end. devices: of all layers, each once. embedding: ids to hidden states,
     and behind them what the model looks up for its layers, `width` columns together. layer_inputs: of these, layers and
-    columns for each of them; (0, 0) for a model without.
+    columns for each of them; (0, 0) for a model without. project: what makes hidden states of what the embedding gave,
+    on the first layer's device; None where it gave them.
     """
 
     entry: Device
@@ -41,6 +43,7 @@ class StepLayout:
     embedding: nn.Module
     width: int
     layer_inputs: tuple[int, int] = (0, 0)
+    project: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @classmethod
     def of(cls, plan: Plan, modules: Mapping[str, nn.Module], embedding: nn.Module) -> StepLayout:
@@ -55,6 +58,8 @@ class StepLayout:
             plan.devices["cpu"]
         ]
         ends = layer_devices[0], layer_devices[-1], tuple(distinct(layer_devices))
+        if isinstance(embedding, MtpInput):
+            return cls(*ends, embedding.source, 2 * width, project=embedding.project)
         table = _scaled(plan.operators.get(key, embedding), modules, key)
         if base is None:
             return cls(*ends, table, width)
@@ -64,6 +69,8 @@ class StepLayout:
     def split(self, embedded: torch.Tensor) -> dict[str, torch.Tensor]:
         """Split what the embedding gave, [1, T, width], into arguments of the model's forward."""
         layers, columns = self.layer_inputs
+        if self.project is not None:
+            return {"inputs_embeds": self.project(embedded)}
         if not columns:
             return {"inputs_embeds": embedded}
         hidden = embedded.shape[-1] - layers * columns
@@ -86,7 +93,7 @@ class StepLayout:
                 service.check()
 
     @property
-    def is_heard(self) -> bool:
+    def has_host_work(self) -> bool:
         """Whether a step leaves more on the host than its results."""
         devices = self.devices
         return any(one.usages or one.async_cpu_experts() or one.services or one.followers for one in devices)

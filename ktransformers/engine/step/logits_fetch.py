@@ -1,11 +1,12 @@
 """Brings a step's logits from a GPU to the CPU, or only what choosing tokens takes of them. Knows no requests.
 
-Work is launched behind the step's, and waited for once; a second time for a row whose best tokens do not tell enough.
+Work is launched behind the step's, and waited for once; a second time for a row whose best tokens do not tell enough,
+on a stream of its own: the step's may hold the next one meanwhile, which nobody may wait for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,23 +37,28 @@ class LogitsFetch:
         self._best, self._table = self._empty(1, torch.int32), self._empty(2 + 2 * MAX_CANDIDATES, torch.int32)
         self._whole: Tensor | None = None  # large, and often not needed
         self._cuda: Any = torch.cuda  # parts of it have no types
-        self._done = self._cuda.Event(blocking=not spins) if device.type == "cuda" else None
+        is_cuda = device.type == "cuda"
+        self._done = self._cuda.Event(blocking=not spins) if is_cuda else None
+        self._late = self._cuda.Stream(device) if is_cuda else None
 
     def _empty(self, width: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(self._num_rows, width, dtype=dtype, pin_memory=self._device.type == "cuda")
 
-    def _wait(self) -> None:
+    def _wait(self, meanwhile: Callable[[], None]) -> None:
         if self._done is not None:
             self._done.record(self._cuda.current_stream(self._device))
+        meanwhile()
+        if self._done is not None:
             self._done.synchronize()
 
-    def whole(self, logits: Tensor) -> Tensor:
-        """Copy whole rows, fp32 [n, V], to the CPU."""
+    def whole(self, logits: Tensor, meanwhile: Callable[[], None] = lambda: None) -> Tensor:
+        """Copy whole rows, fp32 [n, V], to the CPU. meanwhile: called before they are waited for."""
         if self._done is None:
+            meanwhile()
             return logits.to("cpu")
         host = self._host(0, len(logits))
         host.copy_(logits, non_blocking=True)
-        self._wait()
+        self._wait(meanwhile)
         return host
 
     def _host(self, first: int, count: int) -> Tensor:
@@ -61,12 +67,17 @@ class LogitsFetch:
             self._whole = self._empty(self._vocab_size, torch.float32)
         return self._whole[first : first + count]
 
-    def requested(self, logits: Tensor, requests: Sequence[int]) -> StepLogits:
-        """Copy what is needed of each row of fp32 [n, V] to the CPU; all of them where no need is less than a row."""
+    def requested(
+        self, logits: Tensor, requests: Sequence[int], meanwhile: Callable[[], None] = lambda: None
+    ) -> StepLogits:
+        """Copy what is needed of each row of fp32 [n, V] to the CPU; all of them where no need is less than a row.
+
+        meanwhile: called before it is waited for.
+        """
         places = [-1] * len(requests)
         whole = [row for row, need in enumerate(requests) if need == WHOLE_ROW]
         if self._tools is None or len(whole) == len(requests):
-            return self.whole(logits)
+            return self.whole(logits, meanwhile)
         use(self._device)
         top = max(requests)
         if top > 0:
@@ -74,11 +85,12 @@ class LogitsFetch:
         else:
             table = self._best[: len(requests)].copy_(self._tools.find_best(logits), non_blocking=True)
         self._take(logits, whole, places, 0)
-        self._wait()
+        self._wait(meanwhile)
         missing = _unknown(table, requests)
         if missing:
-            self._take(logits, missing, places, len(whole))
-            self._wait()
+            with self._cuda.stream(self._late):
+                self._take(logits, missing, places, len(whole))
+                self._wait(lambda: None)
         count = len(whole) + len(missing)
         rows = self._host(0, count) if count else torch.empty(0, self._vocab_size)
         return RequestedLogits(tuple(requests), rows, places, table)

@@ -54,6 +54,16 @@ __all__ = ["PagedExecutor", "StepRunner"]
 logger = logging.getLogger(__name__)
 
 
+class HeldSteps(Protocol):
+    """Launches steps of a GPU before their tokens are known, see ModelRunner."""
+
+    def launch_held(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor
+    ) -> bool: ...
+
+    def release(self, token_ids: torch.Tensor, *, is_wanted: bool = True) -> None: ...
+
+
 class StepRunner(Protocol):
     """Computes flattened steps, see engine.step.runner.ModelRunner."""
 
@@ -77,6 +87,11 @@ class StepRunner(Protocol):
     @property
     def runs_apart(self) -> bool:
         """Whether a step is computed while `meanwhile` is called, which is set for it: by GPUs."""
+        ...
+
+    @property
+    def held_steps(self) -> HeldSteps | None:
+        """The runner's way to launch steps before their tokens are known; None where there is none."""
         ...
 
     meanwhile: Callable[[], None] | None
@@ -131,6 +146,7 @@ class PagedExecutor:
         self._runs: dict[int, ExecutorRun] = {}
         self._previous: list[int] = []  # tokens that the step before sampled, by sampled row
         self._begun: dict[int, StepTensors] = {}  # by step
+        self._held: StepTensors | None = None  # of the step that a GPU holds until its tokens are known
         self._step = self._new_step()  # of `execute`, which ends before the next one is written
 
     @property
@@ -165,9 +181,35 @@ class PagedExecutor:
             self._begun[plan.step_id] = made
 
     def prepare(self, plan: StepPlan) -> None:
-        """Make the inputs of the step that `execute` gets next, but for tokens that are not sampled yet."""
-        if plan.rows:
-            self._begun[plan.step_id] = self._inputs(plan, self._new_step())
+        """Make the inputs of the step that `execute` gets next, but for tokens that are not sampled yet.
+
+        From within `meanwhile` it is launched, too, where it can be: it goes on once they are.
+        """
+        if not plan.rows:
+            return
+        made = self._begun[plan.step_id] = self._inputs(plan, self._new_step())
+        steps = self.runner.held_steps
+        is_plain = self.drafter is None and self.recorder is None and plan.tiers is None
+        if steps is None or not is_plain or any(run.pooled for run in made.runs):
+            return
+        if steps.launch_held(made.token_ids, made.positions, made.context, made.keep):
+            self._held = made
+
+    def _release(self, *, is_wanted: bool) -> None:
+        """Let the step go on that is held, if any is. is_wanted: whether the tokens that it lacked are there."""
+        held, self._held = self._held, None
+        if held is None:
+            return
+        if is_wanted:
+            self._complete(held)
+        steps = self.runner.held_steps
+        assert steps is not None, "it holds a step"
+        steps.release(held.token_ids, is_wanted=is_wanted)
+
+    def _complete(self, inputs: StepTensors) -> None:
+        """Fill in tokens that the step before has sampled."""
+        for index, source in inputs.sources:
+            inputs.token_ids.numpy()[index] = self._previous[source]
 
     def _new_step(self) -> OneTokenStep:
         """For a step whose inputs are made while those of another one are read."""
@@ -220,18 +262,21 @@ class PagedExecutor:
             return StepResult(step_id=plan.step_id, results=[], tiers=self._tier_result())
         copied_ns = time.monotonic_ns()
         inputs = self._begun.pop(plan.step_id, None) or self._inputs(plan, self._step)
-        for index, source in inputs.sources:
-            inputs.token_ids.numpy()[index] = self._previous[source]
+        self._complete(inputs)
         rows, draft_seconds = with_drafts(self.drafter, plan.rows, inputs)
         self.runner.meanwhile = meanwhile or self.hand_over
         kept, recorder = inputs.kept, self.recorder
         if recorder is not None:
             recorder.begin_step(plan.step_id, plan.num_tokens, [kept.rows[at] for at in kept.sampled])
-        logits = self._forward(rows, inputs)
-        sampling_ns = time.monotonic_ns()
-        results = self._sample(rows, inputs.runs, rows_of(logits, kept.sampled, len(kept.rows)))
-        results = self._embedded(rows, inputs.runs, results)
-        self._previous = [_last_token(result) for result in results]
+        try:
+            logits = self._forward(rows, inputs)
+            sampling_ns = time.monotonic_ns()
+            results = self._sample(rows, inputs.runs, rows_of(logits, kept.sampled, len(kept.rows)))
+            results = self._embedded(rows, inputs.runs, results)
+            self._previous = [_last_token(result) for result in results]
+            self._release(is_wanted=True)
+        finally:
+            self._release(is_wanted=False)  # of a step that failed: a GPU that waits for ever ends nothing
         sampling_ns = time.monotonic_ns() - sampling_ns
         scored = [self._score(row, _whole(logits)[at : at + count]) for row, at, count in kept.scored]
         if self.drafter is not None and plan.is_observed:
@@ -257,7 +302,7 @@ class PagedExecutor:
         """Drop the state of runs."""
         ended = [(run_id, run) for run_id in run_ids if (run := self._runs.pop(run_id, None)) is not None]
         if self.drafter is not None and ended:
-            self.drafter.end([(run_id, run.told) for run_id, run in ended])
+            self.drafter.end([(run_id, run.block_table) for run_id, run in ended])
 
     def _experts_used(self) -> tuple[tuple[int, int, int], bytes]:
         """What StepResult has of experts, since this was asked last."""

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import torch
 
 from ktransformers.engine.sampling.logits_request import StepLogits
-from ktransformers.engine.step.broadcast import StepBroadcast
+from ktransformers.engine.step.broadcast import SharedStep, StepBroadcast
 from ktransformers.engine.step.decode import DecodeSteps
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.gpu_profile import GpuProfile
@@ -51,11 +51,17 @@ class ModelRunner:
         self.model, self.pool = forward_pass.model, forward_pass.pool
         self.hook = HiddenStatesHook(forward_pass.model)
         self._profile: GpuProfile | None = None
+        self._held_rows = self._unfinished_rows = 0
 
     @property
     def runs_apart(self) -> bool:
         """Whether steps are computed by GPUs, while this process has time for `meanwhile`."""
         return self._pass.layout is not None and not self.begins_ahead
+
+    @property
+    def held_steps(self) -> ModelRunner | None:
+        """Itself, where it may launch steps before their tokens are known."""
+        return self if self.runs_apart else None
 
     @torch.inference_mode()
     def step(
@@ -85,8 +91,8 @@ class ModelRunner:
         Steps that are not replayed, or are on the CPU, give whole rows: they take long beside copying them.
         """
         forward, layout = self._pass, self._pass.layout
-        if forward.tap is not None:
-            forward.tap.begin()
+        if forward.last_hidden is not None:
+            forward.last_hidden.begin()
         if layout is None:
             self._begin_step(token_ids, positions, context, keep, is_padded=False)
             whole = forward.on_cpu(token_ids, positions, context, keep, self._take_meanwhile())
@@ -95,21 +101,65 @@ class ModelRunner:
         decode = None if self.hook.is_open else self._decode
         if decode is not None and not decode.takes(context, len(keep)):
             decode = None
-        self._begin_step(token_ids, positions, context, keep, is_padded=decode is not None)
+        is_shared = decode is not None and decode.is_shared(context, len(keep))
+        self._begin_step(token_ids, positions, context, keep, is_padded=decode is not None, is_shared=is_shared)
         profile = self._profile
         if decode is not None:
-            logits = decode.step(token_ids, positions, context, keep, needs, self._fetch)
+            logits = decode.step(
+                token_ids, positions, context, keep, needs, self._fetch, self._call_meanwhile, is_shared=is_shared
+            )
         else:
             inputs = forward.inputs_of(token_ids, positions, context, keep)
             with nullcontext() if profile is None else profile.marked():
                 on_device = forward.run(inputs)
             self._fetch(len(token_ids))
+            self._call_meanwhile()
             logits = on_device.to("cpu", torch.float32)
-        layout.finish(len(token_ids))
+        if self._held_rows:
+            self._unfinished_rows = len(token_ids)  # the GPU waits for tokens of this step
+        else:
+            layout.finish(len(token_ids))
         if profile is not None:
             profile.finish(len(token_ids))
         self._is_apart = False
         return logits
+
+    @torch.inference_mode()
+    def launch_held(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor
+    ) -> bool:
+        """Launch the next step behind the one under way, from within `meanwhile`; it goes on when `release` brings its
+        tokens, and its results are those of the next `reduced_step`. Whether that can be.
+
+        Until then nothing may wait for the GPU but for results of the step under way.
+        """
+        forward, decode = self._pass, self._decode
+        is_alone = self._broadcast is None and self._send_output is None and self._profile is None
+        if decode is None or forward.last_hidden is not None or self.hook.is_open or not is_alone:
+            return False
+        if not decode.launch_held(token_ids, positions, context, keep):
+            return False
+        self._held_rows = len(token_ids)
+        return True
+
+    @torch.inference_mode()
+    def release(self, token_ids: torch.Tensor, *, is_wanted: bool = True) -> None:
+        """Let the step that is held go on, with its tokens int64 [T] on the CPU; then finish the one before it. Raises
+        EngineError as `reduced_step` does. is_wanted: whether `reduced_step` will be called for it; else it comes to
+        nothing."""
+        decode, layout = self._decode, self._pass.layout
+        assert decode is not None, "no step is held"
+        assert layout is not None, "steps are held on GPUs"
+        decode.release(token_ids)
+        self._held_rows, unfinished, self._unfinished_rows = 0, self._unfinished_rows, 0
+        if not is_wanted:
+            decode.drop_released()
+            return
+        try:
+            layout.finish(unfinished)
+        except EngineError:
+            decode.drop_released()
+            raise
 
     @torch.inference_mode()
     def follow(
@@ -134,6 +184,12 @@ class ModelRunner:
         else:
             self._pass.run(self._pass.inputs_of(token_ids, positions, context, keep))
 
+    @torch.inference_mode()
+    def follow_shared(self, step: SharedStep) -> None:
+        """Run a step of the driver that came through shared memory, see DecodeSteps.follow."""
+        assert self._decode is not None, "all processes of a model capture the same steps"
+        self._decode.follow(step)
+
     def _follow_and_send(
         self,
         send_output: Callable[[int], None],
@@ -153,11 +209,12 @@ class ModelRunner:
         else:
             self._pass.run(self._pass.inputs_of(token_ids, positions, context, keep))
         self._fetch(rows)
-        is_heard = layout.is_heard
-        if is_heard:
+        self._call_meanwhile()
+        has_host_work = layout.has_host_work
+        if has_host_work:
             layout.wait()
         send_output(rows)
-        if is_heard:
+        if has_host_work:
             layout.finish(rows)
 
     def begin(
@@ -180,8 +237,10 @@ class ModelRunner:
         keep: torch.Tensor,
         *,
         is_padded: bool,
+        is_shared: bool = False,
     ) -> None:
-        """Tell the other processes. Raises EngineError when a step has failed here that they went on with."""
+        """Tell the other processes, unless the step comes to them through shared memory. Raises EngineError when a step
+        has failed here that they went on with."""
         if self._broadcast is None:
             return
         if self._num_begun:
@@ -191,7 +250,8 @@ class ModelRunner:
         if self._is_apart:
             raise EngineError("a step has failed in one of several processes; the engine has to be started anew")
         self._is_apart = True
-        self._broadcast(token_ids, positions, context, keep, is_padded)
+        if not is_shared:
+            self._broadcast(token_ids, positions, context, keep, is_padded)
 
     def _fetch(self, num_rows: int) -> None:
         """Let what a step that was launched leaves on GPUs come with its results."""
@@ -204,6 +264,8 @@ class ModelRunner:
             self._profile.fetch()
         for follower in self._pass.layout.followers:
             follower.launched()
+
+    def _call_meanwhile(self) -> None:
         meanwhile = self._take_meanwhile()
         if meanwhile is not None:
             meanwhile()

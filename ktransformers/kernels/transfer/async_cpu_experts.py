@@ -83,7 +83,7 @@ class AsyncCpuExperts:
     when the CPU has read its inputs, and its result is copied out before the next layer's result can exist. So all
     calls must be made on one stream (or on streams ordered by events), which a decoder is.
 
-    Rows of a captured call are padding from `expect`'s num_tokens on: they cost nothing, and their results are zero.
+    Rows of a captured call are padding from `set_rows`' number on: they cost nothing, and their results are zero.
     Errors of a forward are kept until `check`; the rows of its results are zero.
     method: asked from the driver when None.
     """
@@ -101,6 +101,7 @@ class AsyncCpuExperts:
             self._ids = driver.pinned((shape.max_tokens, shape.top_k), torch.int32)
             self._weights = driver.pinned((shape.max_tokens, shape.top_k), torch.float32)
             self._num_tokens = driver.pinned((1,), torch.int32)
+            self._num_tokens_memory = self._num_tokens.numpy()
             self._word = driver.pinned((1,), torch.int32)
         self._word_address = driver.device_address(self._word) if self.method is EnqueueMethod.MEMORY else 0
         buffers = (self._hidden, self._ids, self._weights, self._out, self._num_tokens)
@@ -231,14 +232,16 @@ class AsyncCpuExperts:
         count, self._num_captured = self._num_captured, 0
         return count
 
-    def expect(self, count: int, num_tokens: int) -> None:
-        """Set what the replay that follows will do: its number of forwards, and the rows that hold tokens. No step may
-        be under way.
+    def expect(self, count: int) -> None:
+        """Expect the forwards of a replay that follows, maybe behind another one.
 
-        Wakes the CPU's threads, which stay awake until the step is through.
+        Wakes the CPU's threads, which stay awake until they are through.
         """
-        self._num_tokens[0] = num_tokens
         self._handle.expect(count)
+
+    def set_rows(self, num_tokens: int) -> None:
+        """Set how many rows of the replay that follows hold tokens. No step may be under way."""
+        self._num_tokens_memory[0] = num_tokens
 
     def check(self) -> None:
         """Raise EngineError for the first forward that failed since the last check. See a step's end first."""

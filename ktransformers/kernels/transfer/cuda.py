@@ -114,6 +114,11 @@ class CudaDriver(StreamDriver):
         torch.cuda.synchronize(self.device)  # makes the device's context current in this thread
         self._counter: Tensor | None = None  # of kernels that write values: there once memory operations are known
 
+    @property
+    def waits_by_kernel(self) -> bool:
+        """Whether wait_value is a kernel that sees a value at once, rather than an operation of the stream's."""
+        return self._uses_kernels
+
     def _call(self, name: str, *arguments: object) -> None:
         result = getattr(self._library, name)(*arguments)
         if result == 0:

@@ -13,6 +13,7 @@ import logging
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 import zmq
@@ -43,6 +44,9 @@ logger = logging.getLogger("ktransformers.engine")
 PROGRESS_SECONDS = 0.1
 """Between two reports while loading."""
 
+_LAST_STEPS = 4
+"""Whose least time, half of it, the next step may take to come."""
+
 
 class Executor(Protocol):
     """An object that computes steps."""
@@ -53,10 +57,20 @@ class Executor(Protocol):
         """Receive a step that will be executed after others: what can be done of it beside them may be begun."""
         ...
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    @property
+    def runs_apart(self) -> bool:
+        """Whether steps are computed by GPUs, while this process has time for `meanwhile`."""
+        ...
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Receive the step that is executed next, from within `meanwhile`: what can be done of it is done."""
+        ...
+
+    def execute(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> StepResult:
         """Run the rows of `plan`, and sample where it says so. Steps are sent to the recorder, if there is one.
 
-        Raises StageLostError where `recover` helps, as `begin` does; any other exception is the end of this process.
+        meanwhile: called while it is computed, where it `runs_apart`. Raises StageLostError where `recover` helps, as
+        `begin` does; any other exception is the end of this process.
         """
         ...
 
@@ -108,6 +122,7 @@ class _Work:
     def __init__(self, executor: Executor, epoch: int, steps: zmq.Socket[bytes], results: zmq.Socket[bytes]) -> None:
         self._executor, self._epoch, self._steps, self._results = executor, epoch, steps, results
         self._came: deque[EngineWork] = deque()
+        self._seconds: deque[float] = deque(maxlen=_LAST_STEPS)
 
     def run(self) -> int:
         """Does not return. Raises what the executor raises."""
@@ -124,15 +139,28 @@ class _Work:
 
     def _next(self) -> EngineWork:
         while not self._came or self._steps.poll(0):
-            self._came.append(decode(self._steps.recv(), EngineWork))
-            if isinstance(self._came[-1], StepPlan):
-                self._executor.begin(self._came[-1])
+            self._receive()
         return self._came.popleft()
+
+    def _receive(self) -> None:
+        self._came.append(decode(self._steps.recv(), EngineWork))
+        if isinstance(self._came[-1], StepPlan):
+            self._executor.begin(self._came[-1])
+
+    def _look_ahead(self) -> None:
+        """While a GPU computes a step: prepare the one behind it. The scheduler may only now be planning that, which
+        is waited for as long as no step was through by then."""
+        if not self._came and self._steps.poll(int(500 * min(self._seconds, default=0.0))):
+            self._receive()
+        if self._came and isinstance(self._came[0], StepPlan):
+            self._executor.prepare(self._came[0])
 
     def _do(self, work: EngineWork) -> None:
         match work:
             case StepPlan():
-                self._results.send(encode(self._executor.execute(work)))
+                result = self._executor.execute(work, self._look_ahead if self._executor.runs_apart else None)
+                self._results.send(encode(result))
+                self._seconds.append(result.seconds)
             case ProfileOn(endpoint):
                 _record(self._executor, endpoint, self._epoch)
             case ProfileOff():

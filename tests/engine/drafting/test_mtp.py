@@ -187,7 +187,7 @@ def test_hidden_states_are_the_same_by_each_way_of_running_a_step(tmp_path: Path
     tiny = tiny_mtp("glm4_moe")
     with engine_of(write_mtp(tiny, tmp_path)) as engine:
         forward = engine.executor.runner._pass  # type: ignore[attr-defined]
-        assert forward.tap is not None
+        assert forward.last_hidden is not None
         loop, found = loop_of(engine), list[torch.Tensor]()
         short = forward.short
         assert short is not None
@@ -197,7 +197,7 @@ def test_hidden_states_are_the_same_by_each_way_of_running_a_step(tmp_path: Path
             loop = loop_of(engine)
             loop.add(range(3, 43), SamplingParams(max_tokens=1, temperature=0.0))
             loop.drain()
-            found.append(forward.tap.rows(0, 40))
+            found.append(forward.last_hidden.rows(0, 40))
     assert torch.equal(found[0], found[1])
     with torch.no_grad():
         want = tiny.main.model(torch.arange(3, 43)[None]).last_hidden_state[0]  # type: ignore[operator]

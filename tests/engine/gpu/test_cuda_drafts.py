@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.api.batch_loop import BatchLoop
 from ktransformers.engine.api.llm import LLM, RequestOutput
-from ktransformers.engine.load.builder import build_engine
+from ktransformers.engine.load.builder import Hardware, build_engine
 from ktransformers.engine.step.cuda_graph_runner import CudaGraphs
 from ktransformers.kernels.types import QuantType
+from ktransformers.operators.device import cuda_memory
+from ktransformers.optimize.machine import detect_machine
 from ktransformers.scheduler.drafting import planner
 from ktransformers.scheduler.drafting.acceptance import AcceptanceRates
 from ktransformers.scheduler.drafting.prompt_lookup import MAX_MATCH
@@ -40,13 +43,13 @@ def test_rows_of_a_step(
     experts = EXPERTS_ON_CPU if where == "cpu" else EXPERTS_ON_GPU
     rules = rules_of(model_type, tmp_path, EXPERTS_ON_CPU, experts)
     engine = engine_of(path, on_gpu=True, optimize_config_path=rules)
-    count, replayed = [0], CudaGraphs.replayed
+    count, launch = [0], CudaGraphs.launch
 
-    def counted(self: CudaGraphs) -> None:
+    def counted(self: CudaGraphs, *work: Any, **how: bool) -> None:
         count[0] += 1
-        replayed(self)
+        launch(self, *work, **how)
 
-    monkeypatch.setattr(CudaGraphs, "replayed", counted)
+    monkeypatch.setattr(CudaGraphs, "launch", counted)
     ids = prompt(model.config.vocab_size)
     start = len(ids) - num_rows
     engine.runner.forward(ids[:start], 0, [start - 1])
@@ -61,7 +64,8 @@ def test_rows_of_a_step(
 def answered(speculative: str) -> RequestOutput:
     path = next(iter(sorted(DEMO_MODEL_PATH.glob("*.gguf"))))
     config = EngineConfig(gguf_path=path, cache_lens=512, speculative=speculative)
-    with LLM.from_loop(BatchLoop(lambda report: build_engine(config, report))) as llm:
+    hardware = Hardware(detect_machine(gpus=cuda_memory))
+    with LLM.from_loop(BatchLoop(lambda report: build_engine(config, report, hardware))) as llm:
         (output,) = llm.generate([list(range(40, 60))], SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True))
     return output
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -163,19 +163,21 @@ def test_a_step_with_draft_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     sets off, compute those rows and no padding."""
     path, graphs = write_safetensors(model_of("qwen3_moe"), tmp_path), FakeGraphs()
     fetched, expected = list[tuple[int, ...]](), list[int]()
-    requested, expect = LogitsFetch.requested, AsyncCpuExperts.expect
+    requested, set_rows = LogitsFetch.requested, AsyncCpuExperts.set_rows
 
-    def noted(self: AsyncCpuExperts, count: int, num_tokens: int) -> None:
+    def noted(self: AsyncCpuExperts, num_tokens: int) -> None:
         expected.append(num_tokens)
-        expect(self, count, num_tokens)
+        set_rows(self, num_tokens)
 
-    def watched(self: LogitsFetch, logits: Tensor, requests: Sequence[int]) -> StepLogits:
+    def watched(
+        self: LogitsFetch, logits: Tensor, requests: Sequence[int], meanwhile: Callable[[], None]
+    ) -> StepLogits:
         fetched.append((len(logits), *requests))
-        return requested(self, logits, requests)
+        return requested(self, logits, requests, meanwhile)
 
     with closing(drafting_engine(path, graphs, speculative_tokens=5)) as engine:
         monkeypatch.setattr(LogitsFetch, "requested", watched)
-        monkeypatch.setattr(AsyncCpuExperts, "expect", noted)
+        monkeypatch.setattr(AsyncCpuExperts, "set_rows", noted)
         start = sequence_start(0, [5, 6, 7])
         rows = [step_row(0, [5, 6, 7], 0, [0])]
         first = engine.executor.execute(StepPlan(step_id=1, ended=[], starts=[start], rows=rows))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from ktransformers.engine.api.batch_loop import BatchLoop, EngineRequest, Prefil
 from ktransformers.engine.api.generate import prefill_and_generate
 from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.step.paged import PagedExecutor
+from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.errors import EngineError, KTransformersError
 from ktransformers.scheduler.records import StepPlan, StepResult
 from tests.support.engines.fake_gpus import fake_hardware
@@ -83,6 +85,13 @@ def test_steps_are_planned_before_the_one_before_them_is_taken_in(
     loop: BatchLoop[Engine], wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_flight, execute = list[int](), PagedExecutor.execute
+    held, launch_held = list[bool](), ModelRunner.launch_held
+
+    def launched(self: ModelRunner, *inputs: Any) -> bool:
+        held.append(launch_held(self, *inputs))
+        return held[-1]
+
+    monkeypatch.setattr(ModelRunner, "launch_held", launched)
 
     def watched(self: PagedExecutor, plan: StepPlan, *args: object) -> StepResult:
         result = execute(self, plan, *args)  # type: ignore[arg-type]
@@ -92,6 +101,7 @@ def test_steps_are_planned_before_the_one_before_them_is_taken_in(
     monkeypatch.setattr(PagedExecutor, "execute", watched)
     assert [tokens(events) for events in [begun(loop, ids) for ids in PROMPTS]] == wanted
     assert max(in_flight) == 2
+    assert sum(held) >= 8  # launched before their tokens were known
     loop._loop.call(loop._loop.driver.scheduler.check_integrity)
     assert loop.stats().num_running == 0
 

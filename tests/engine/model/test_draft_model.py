@@ -49,12 +49,12 @@ def test_other_tokens_are_refused_by_name() -> None:
         check_same_tokens(byte_tokenizer(), Tokenizer(None), "small")
 
 
-def test_it_is_opened_on_the_cpu_with_what_is_said_of_that(tmp_path: Path) -> None:
+def test_it_is_opened_with_what_is_said_of_the_machine(tmp_path: Path) -> None:
     file = tmp_path / "small.gguf"
     target = EngineConfig(cpu_prefill="bf16", cpu_infer=3, hot_experts="auto", kv_type="int8", draft_model=file)
     made = draft_config(target)
-    assert (made.gguf_path, made.model_path, made.use_cuda, made.cpu_infer) == (file, None, False, 3)
-    assert (made.cpu_prefill, made.hot_experts, made.kv_type, made.drafter) == ("bf16", "off", "auto", "off")
+    assert (made.gguf_path, made.model_path, made.use_cuda, made.cpu_infer) == (file, None, None, 3)
+    assert (made.cpu_prefill, made.hot_experts, made.kv_type, made.drafter) == ("bf16", "off", "auto", "ngram")
     (tmp_path / "config.json").write_text("{}")
     made = draft_config(EngineConfig(draft_model=tmp_path))
     assert (made.gguf_path, made.model_path) == (None, tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -58,22 +59,37 @@ class FakeBackend:
     def wait(self):
         self.events.append("wait")
 
-    def replayed(self):
-        self.events.append("replayed")
+    def launch(self, graph, send, *, is_held=False):
+        assert not is_held or self.can_hold
+        self.events.append("held" if is_held else "launched")
+        self.held = (graph, send)
+        if not is_held:
+            self.release()
+
+    can_hold = False
+
+    def release(self):
+        graph, send = self.held
+        send()
+        graph.replay()
 
 
 class FakeWork:
     """Two pieces per run."""
 
     def __init__(self):
-        self.count, self.expected = 0, []
+        self.count, self.count_expected, self.expected = 0, 0, []
 
     def captured(self):
         count, self.count = self.count, 0
         return count
 
-    def expect(self, count, num_tokens):
-        self.expected.append((count, num_tokens))
+    def expect(self, count):
+        self.count_expected += count
+
+    def set_rows(self, num_tokens):
+        self.expected.append((self.count_expected, num_tokens))
+        self.count_expected = 0
 
 
 def tokens_of(inputs):
@@ -146,7 +162,32 @@ def test_sequences_come_out_as_counted_by_hand(sizes):
         want = torch.stack([torch.bincount(torch.tensor(sequences[s]), minlength=VOCAB) for s in alive])
         assert torch.equal(logits, want.float())
     assert sum(graph.replays for graph in backend.graphs.values()) == 12
-    assert backend.events[-24:] == ["wait", "replayed"] * 12
+    assert backend.events[-24:] == ["wait", "launched"] * 12
+
+
+def test_steps_that_are_launched_before_their_tokens_are_known():
+    """Each behind the one before it; what it reads is written before it is released, not before that one is over."""
+    work = FakeWork()
+    model = CachedModel(work)
+    graphs, backend = make_graphs(model, (1, 2), works=lambda: [work])
+    table, sequences = [[0, 3, 5], [4, 1, 2]], [[7], [11]]
+    assert not graphs.launch_held(decode_inputs(sequences, table))  # this backend holds nothing
+    backend.can_hold = True
+    logits = graphs.forward(decode_inputs(sequences, table))
+    for step in range(8):
+        for s in range(2):
+            sequences[s].append((3 * step + 5 * s) % VOCAB)
+        inputs = decode_inputs(sequences, table)
+        unknown = replace(inputs, hidden_states=torch.empty(2, 1, device="meta"))
+        before = logits.clone()
+        assert graphs.launch_held(unknown)
+        assert torch.equal(logits, before)
+        assert work.expected == [(2, 2)] * (1 + step)
+        logits = graphs.release(inputs.hidden_states, torch.zeros(2, dtype=torch.int64))
+        want = torch.stack([torch.bincount(torch.tensor(one), minlength=VOCAB) for one in sequences])
+        assert torch.equal(logits, want.float())
+    assert backend.events[-8:] == ["held"] * 8
+    assert work.expected == [(2, 2)] * 9
 
 
 def test_the_smallest_that_fits_is_replayed():
@@ -378,8 +419,12 @@ class StreamBackend:
     def wait(self):
         self.driver.synchronize()
 
-    def replayed(self):
-        pass
+    def launch(self, graph, send, *, is_held=False):
+        assert not is_held
+        send()
+        graph.replay()
+
+    can_hold = False
 
 
 class _StreamGraph:

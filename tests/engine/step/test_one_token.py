@@ -24,6 +24,7 @@ class Recorder:
 
     begins_ahead = True
     runs_apart = False
+    held_steps = None
     meanwhile: Callable[[], None] | None = None
     hook: Any = None
 

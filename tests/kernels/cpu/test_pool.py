@@ -76,6 +76,19 @@ def test_an_exception_in_a_task_reaches_the_caller(make_weight):
         pool.close()
 
 
+def test_tasks_that_wait_for_others_of_their_job():
+    """They go on once all of those are done, and none waits for ever for one that has thrown."""
+    for threads in (1, 2, 5):
+        pool = WorkerPool(threads)
+        for count in (0, 1, 3, 200):
+            assert pool.handle._run_both(count, -1) == count
+        for failing in (0, 57, 99):
+            with pytest.raises(RuntimeError, match=f"task {failing} failed"):
+                pool.handle._run_both(100, failing)
+            assert pool.handle._run_both(100, -1) == 100
+        pool.close()
+
+
 def test_short_jobs_one_after_the_other(make_weight):
     """Many, so that threads are met in every state: about to sleep, asleep, late for the job before."""
     pool = WorkerPool(2)

@@ -145,14 +145,16 @@ def test_a_captured_step_replays_with_other_inputs_and_fewer_tokens(kernels, dri
         tokens = round_number % 5
         for static, new in zip((x, ids, weights), inputs(4, round_number, torch.bfloat16), strict=True):
             static.copy_(new)
-        experts.expect(count, tokens)
+        experts.expect(count)
+        experts.set_rows(tokens)
         driver.replay(graph)
         driver.synchronize()
         for layer, out in enumerate(outs):
             assert torch.equal(out[:tokens], expected(kernels[layer], x[:tokens], ids[:tokens], weights[:tokens]))
             assert not out[tokens:].any()
     experts.check()
-    experts.expect(count, 5)  # more tokens than the graph has rows
+    experts.expect(count)
+    experts.set_rows(5)  # more tokens than the graph has rows
     driver.replay(graph)
     driver.synchronize()
     with pytest.raises(EngineError, match="num_tokens is 5, but the batch has 4 rows"):

@@ -35,7 +35,8 @@ class FakeGraphs:
 
     def __init__(self) -> None:
         self.captured: list[int] = []
-        self.replays = 0
+        self.replays = self.num_held = 0
+        self._held: Callable[[], None] | None = None
 
     def __call__(self, devices: Sequence[torch.device]) -> FakeGraphs:
         return self
@@ -49,10 +50,27 @@ class FakeGraphs:
         return graph, graph.result
 
     def wait(self) -> None:
-        pass
+        assert self._held is None, "the host waits for a step that waits for the host"
 
-    def replayed(self) -> None:
+    def launch(self, graph: _Again, send: Callable[[], None], *, is_held: bool = False) -> None:
+        assert self._held is None, "something is launched behind a step that is held"
+
+        def run() -> None:
+            send()
+            graph.replay()
+
         self.replays += 1
+        if is_held:
+            self._held, self.num_held = run, self.num_held + 1
+        else:
+            run()
+
+    can_hold = True
+
+    def release(self) -> None:
+        assert self._held is not None, "nothing was held"
+        held, self._held = self._held, None
+        held()
 
 
 def fake_hardware(

@@ -136,6 +136,7 @@ class _Steps:
     """A FakeRunner as an executor runs it. prefix: see ReferenceRunner."""
 
     begins_ahead = runs_apart = False
+    held_steps = None
     meanwhile: Any = None
 
     def __init__(self, runner: FakeRunner):

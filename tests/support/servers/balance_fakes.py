@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
@@ -49,7 +50,12 @@ class Executor:
     def recover(self) -> None:
         raise AssertionError("it has no stages")
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    runs_apart = False
+
+    def prepare(self, plan: StepPlan) -> None:
+        raise AssertionError("its steps do not run apart")
+
+    def execute(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> StepResult:
         self._starts |= {start.run_id: start for start in plan.starts}
         began, recorder = time.monotonic_ns(), self.recorder
         ends = list(itertools.accumulate(row.num_tokens for row in plan.rows))
@@ -171,7 +177,7 @@ class Hanging(Executor):
 
     num_steps = 0
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> StepResult:
         self.num_steps += 1
         if self.num_steps == 6:
             threading.Event().wait()

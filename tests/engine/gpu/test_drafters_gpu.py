@@ -1,0 +1,180 @@
+"""Drafters on (made-up) GPUs: they go where the target's last layer is, their steps are replayed, no answer changes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from ktransformers.config import EngineConfig
+from ktransformers.core import SamplingParams
+from ktransformers.engine.drafting.drafter import _packed
+from ktransformers.engine.load.builder import Engine, Hardware, build_engine, plan_model
+from ktransformers.engine.sampling.logits_request import BEST_TOKEN, WHOLE_ROW
+from ktransformers.engine.step.graph_sizes import DRAFT_ROWS
+from ktransformers.kernels.types import QuantType
+from ktransformers.optimize.plan import Plan
+from tests.support.engines.drafter_steps import DrafterSteps, draft_in_every_step, runner_of
+from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
+from tests.support.engines.paged_loop import PagedLoop, scheduler_config
+from tests.support.gguf.writer import write_gguf
+from tests.support.models.mtp_models import tiny_mtp, write_mtp
+from tests.support.models.tiny_models import VOCAB_SIZE, tiny_model
+
+pytest.importorskip("triton")
+
+BATCH = 2
+PARAMS: list[dict[str, object]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.9, "top_p": 0.9, "top_k": 20, "seed": 5},
+    {"temperature": 0.7, "repetition_penalty": 1.3, "seed": 6},
+]
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft_in_every_step(monkeypatch)
+
+
+def config_of(path: Path, **changes: object) -> EngineConfig:
+    values: dict[str, object] = {"cpu_infer": 1, "cache_lens": 256, "chunk_size": 64, "self_check": False}
+    paths = {"gguf_path" if path.suffix == ".gguf" else "model_path": path}
+    return EngineConfig(**(values | paths | {"speculative_tokens": 3} | changes))  # type: ignore[arg-type]
+
+
+@contextmanager
+def engine_of(path: Path, hardware: Hardware, **changes: object) -> Iterator[Engine]:
+    config = config_of(path, **changes)
+    with closing(build_engine(config, hardware=hardware, page_size=16, max_batch_size=BATCH)) as engine:
+        yield engine
+
+
+def answers_of(engine: Engine, count: int = len(PARAMS), max_tokens: int = 12) -> tuple[list[list[int]], int, int]:
+    """Tokens of each answer, draft tokens, and how many were accepted."""
+    limits = engine.scheduler_config
+    config = scheduler_config(
+        engine,
+        num_states=engine.cache.num_states,
+        max_batch_size=BATCH,
+        chunk_size=64,
+        max_drafts=limits.max_drafts,
+        drafter=limits.drafter,
+    )
+    loop, rng = PagedLoop(config, lambda: engine.executor), random.Random(1)
+    for one in PARAMS[:count]:
+        prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randrange(5, 30))]
+        loop.add(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True, **one))  # type: ignore[arg-type]
+    loop.drain()
+    stats = loop.scheduler.stats()
+    return [one.token_ids for one in loop.answers.values()], stats.num_drafted, stats.num_accepted
+
+
+def places_of(engine: Engine) -> set[str]:
+    layout = runner_of(engine)._pass.layout
+    return {"cpu"} if layout is None else {device.name for device in layout.devices}
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["glm4_moe", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("deepseek_v3", "qwen3_next"))],
+)
+def test_an_mtp_layer_on_a_gpu(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its experts are on the CPU, as there is no form of them for GPUs."""
+    folder, graphs = write_mtp(tiny_mtp(model_type), tmp_path), FakeGraphs()
+    with engine_of(folder, fake_hardware(), speculative="off") as engine:
+        plain = answers_of(engine)[0]
+    hardware = fake_hardware(graphs=graphs, draft_rows=DRAFT_ROWS, graph_rows=(64,))
+    with caplog.at_level("INFO"), engine_of(folder, hardware, speculative="mtp") as engine:
+        assert places_of(engine) == {"cuda:0"}
+        steps = DrafterSteps(engine, lambda: graphs.replays, monkeypatch)
+        answers, num_drafted, _ = answers_of(engine)
+    assert answers == plain
+    assert num_drafted > 20
+    assert all(replayed for rows, replayed, _ in steps.seen if rows <= 8)
+    assert {request for _, _, needs in steps.seen for request in needs} >= {BEST_TOKEN, WHOLE_ROW}
+    assert "draft tokens are computed on cuda:0" in caplog.text
+
+
+def test_a_model_that_drafts_for_itself_is_never_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its experts on the GPU."""
+    path, graphs = gguf_of(tmp_path), FakeGraphs()
+    with engine_of(path, fake_hardware(), speculative="off") as engine:
+        plain = answers_of(engine, 2, 6)[0]
+    with engine_of(path, fake_hardware(graphs=graphs, draft_rows=(4,)), draft_model=path) as engine:
+        steps = DrafterSteps(engine, lambda: graphs.replays, monkeypatch)
+        answers, num_drafted, num_accepted = answers_of(engine, 2, 6)
+    assert answers == plain
+    assert num_drafted == num_accepted > 3
+    assert all(replayed for rows, replayed, _ in steps.seen if rows <= 4)
+
+
+def gguf_of(folder: Path) -> Path:
+    model = tiny_model("qwen3_moe", seed=1, layers=1)
+    return write_gguf(model, folder / "model.gguf", QuantType.Q8_0, QuantType.Q8_0)
+
+
+def on_gpu(plan: Plan) -> int:
+    """Bytes of experts on the GPU, of the target's."""
+    found = (entry for entry in plan.entries if entry.operator == "KTransformersExperts")
+    return sum(entry.nbytes.get("cuda:0", 0) for entry in found)
+
+
+def test_it_comes_before_the_experts_that_fill_the_gpu(tmp_path: Path) -> None:
+    """Its experts, too; where there is no room for them they are in RAM, and where there is less all of it is."""
+    path = gguf_of(tmp_path)
+    config = config_of(path, draft_model=path)
+
+    def planned(nbytes: int) -> Plan:
+        return plan_model(config, hardware=fake_hardware(gpu_bytes=nbytes))
+
+    roomy = planned(4 << 30)
+    total, experts, whole = roomy.total_bytes["cuda:0"], on_gpu(roomy), roomy.extra_bytes["draft model"]["cuda:0"]
+    assert experts > 0
+    exact = planned(total)
+    assert (exact.total_bytes["cuda:0"], on_gpu(exact)) == (total, experts)
+    first = planned(total - experts)
+    assert (first.extra_bytes["draft model"]["cuda:0"], on_gpu(first)) == (whole, 0)
+    without = planned(total - experts - 1)
+    assert without.extra_bytes["draft model"]["cuda:0"] == whole - experts
+    assert without.extra_bytes["draft model"]["cpu"] > first.extra_bytes["draft model"]["cpu"]
+    least = total - experts - whole
+    assert set(planned(least + whole - experts - 1).extra_bytes["draft model"]) == {"cpu"}
+    assert planned(least).total_bytes["cuda:0"] == least
+    assert planned(least - 1).total_bytes.get("cuda:0", 0) == 0
+
+
+def test_what_is_planned_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With experts of the drafter in RAM, though a GPU has room by the time it is loaded; with the target's there, too,
+    it is replayed all the same."""
+    path, graphs = gguf_of(tmp_path), FakeGraphs()
+    config = config_of(path, draft_model=path)
+    roomy = plan_model(config, hardware=fake_hardware())
+    nbytes = roomy.total_bytes["cuda:0"] - on_gpu(roomy) - 1
+    hardware = fake_hardware(graphs=graphs, gpu_bytes=nbytes)
+    with closing(build_engine(config, hardware=hardware, max_batch_size=1)) as engine:
+        runner = runner_of(engine)
+        (experts,) = (module for module in runner.model.modules() if type(module).__name__ == "KTransformersExperts")
+        assert experts.device.name == "cpu"
+        assert places_of(engine) == {"cuda:0"}
+        assert engine.plan.extra_bytes["draft model"]["cuda:0"] <= nbytes
+
+
+@pytest.mark.parametrize(
+    ("lengths", "most", "steps"),
+    [
+        ([], 4, []),
+        ([0, 2, 1], 4, [[(1, 0, 2), (2, 0, 1)]]),
+        ([3, 3, 1], 4, [[(0, 0, 3), (1, 0, 1)], [(1, 1, 3), (2, 0, 1)]]),
+        ([9, 1], 4, [[(0, 0, 4)], [(0, 4, 8)], [(0, 8, 9), (1, 0, 1)]]),
+        ([4, 4], 4, [[(0, 0, 4)], [(1, 0, 4)]]),
+    ],
+)
+def test_tokens_of_several_sequences_share_steps(
+    lengths: list[int], most: int, steps: list[list[tuple[int, int, int]]]
+) -> None:
+    assert _packed(lengths, most) == steps

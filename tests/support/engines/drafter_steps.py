@@ -1,0 +1,59 @@
+"""Steps of a drafter that the engine runs: how many rows each had, and whether it was replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from torch import Tensor
+
+from ktransformers.engine.drafting.drafter import ModelDrafter
+from ktransformers.engine.load.builder import Engine
+from ktransformers.engine.sampling.logits_request import StepLogits
+from ktransformers.engine.step.runner import ModelRunner
+from ktransformers.operators.context import ForwardContext
+from ktransformers.scheduler.drafting.planner import DraftPlanner
+from ktransformers.scheduler.drafting.prompt_lookup import PromptLookup
+from ktransformers.scheduler.drafting.row_costs import RowCosts
+
+__all__ = ["DrafterSteps", "draft_in_every_step", "runner_of"]
+
+
+def draft_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many tokens as may be, by the drafter alone, however few are right and whatever that takes."""
+    add = RowCosts.add
+    monkeypatch.setattr(RowCosts, "add", lambda self, rows, seconds, **kinds: add(self, rows, 1.0, **kinds))
+    monkeypatch.setattr(PromptLookup, "chances", lambda self, most: [])  # nothing is copied
+
+    def counts(self: DraftPlanner, chances: list[list[float]], costly: Sequence[bool]) -> tuple[list[int], float]:
+        return [len(one) * self._costs.knows(len(chances)) for one in chances], 1.0
+
+    monkeypatch.setattr(DraftPlanner, "_counts", counts)
+
+
+def runner_of(engine: Engine) -> ModelRunner:
+    """The runner of the engine's drafter."""
+    drafter = engine.executor.drafter
+    assert isinstance(drafter, ModelDrafter)
+    runner: ModelRunner = drafter._forward._runner  # type: ignore[attr-defined]
+    return runner
+
+
+class DrafterSteps:
+    """num_replays: counts what all graphs of the process have replayed so far. seen: (rows, whether it was replayed,
+    what was requested of its logits) of each step."""
+
+    def __init__(self, engine: Engine, num_replays: Callable[[], int], monkeypatch: pytest.MonkeyPatch):
+        self.seen: list[tuple[int, bool, list[int]]] = []
+        runner = runner_of(engine)
+        step = runner.reduced_step
+
+        def watched(
+            token_ids: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor, needs: Sequence[int] | None
+        ) -> StepLogits:
+            before = num_replays()
+            logits = step(token_ids, positions, context, keep, needs)
+            self.seen.append((len(token_ids), num_replays() > before, list(needs or ())))
+            return logits
+
+        monkeypatch.setattr(runner, "reduced_step", watched)
