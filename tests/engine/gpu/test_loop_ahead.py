@@ -8,17 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason, SamplingParams, TokenEvent
 from ktransformers.engine.api.batch_loop import BatchLoop, EngineRequest, PrefillChunk
 from ktransformers.engine.api.generate import prefill_and_generate
 from ktransformers.engine.load.builder import Engine, build_engine
+from ktransformers.engine.step.decode import DecodeSteps
+from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.errors import EngineError, KTransformersError
 from ktransformers.scheduler.records import StepPlan, StepResult
-from tests.support.engines.fake_gpus import fake_hardware
+from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.engines.gpu_engines import gpu_engine
 from tests.support.engines.sequential import Session
 from tests.support.models.tiny_models import tiny_model, write_safetensors
@@ -153,3 +156,45 @@ def test_a_step_that_fails(loop: BatchLoop[Engine], wanted: list[list[int]], mon
     with pytest.raises(EngineError, match="failed with RuntimeError: out of luck"):
         tokens(begun(loop, PROMPTS[0]))
     assert tokens(begun(loop, PROMPTS[0])) == wanted[0]
+
+
+def test_a_step_that_was_released_is_no_other_ones(
+    loop: BatchLoop[Engine], wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that fails once the step behind it was released: that one comes to nothing."""
+    result, left = PagedExecutor._tier_result, iter(range(5))
+
+    def failing(self: PagedExecutor, *args: float) -> object:
+        if next(left, None) is None:
+            monkeypatch.setattr(PagedExecutor, "_tier_result", result)
+            raise RuntimeError("out of luck")
+        return result(self, *args)
+
+    monkeypatch.setattr(PagedExecutor, "_tier_result", failing)
+    with pytest.raises(EngineError, match="failed with RuntimeError: out of luck"):
+        tokens(begun(loop, PROMPTS[0]))
+    assert tokens(begun(loop, PROMPTS[2])) == wanted[2]
+
+
+def test_nothing_is_held_behind_a_step_that_is_not_padded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its logits are copied when the next one is prepared: behind a held step, which waits for them."""
+    graphs, num_copied, run, kept = FakeGraphs(), [0], ForwardPass.run, DecodeSteps._kept
+
+    class OnGpu(torch.Tensor):
+        def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            assert graphs._held is None, "the host waits for a step that waits for the host"
+            num_copied[0] += 1
+            return self.as_subclass(torch.Tensor).to(*args, **kwargs)
+
+    monkeypatch.setattr(ForwardPass, "run", lambda *args: run(*args).as_subclass(OnGpu))
+    monkeypatch.setattr(DecodeSteps, "_kept", lambda self, logits: kept(self, logits.as_subclass(torch.Tensor)))
+    config = EngineConfig(model_path=path, cache_lens=64, cpu_infer=1, chunk_size=4)
+    loop = BatchLoop(lambda report: build_engine(config, page_size=8, hardware=fake_hardware(graphs=graphs)))
+    try:
+        for ids in PROMPTS[0], PROMPTS[2][:7]:  # the second one when decode steps are known
+            num_copied[0], num_held = 0, graphs.num_held
+            tokens(begun(loop, ids))
+            assert num_copied[0] == 2
+            assert graphs.num_held > num_held
+    finally:
+        loop.close()
