@@ -202,11 +202,12 @@ class PagedExecutor:
 
     def _release(self, *, is_wanted: bool) -> None:
         """Let the step go on that is held, if any is. is_wanted: whether the tokens that it lacked are there."""
-        held, self._held = self._held, None
+        held = self._held
         if held is None:
             return
         if is_wanted:
             self._complete(held)
+        self._held = None
         steps = self.runner.held_steps
         assert steps is not None, "it holds a step"
         steps.release(held.token_ids, is_wanted=is_wanted)

@@ -153,8 +153,8 @@ class ModelRunner:
         decode, layout = self._decode, self._pass.layout
         assert decode is not None, "no step is held"
         assert layout is not None, "steps are held on GPUs"
-        decode.release(token_ids)
         self._held_rows, unfinished, self._unfinished_rows = 0, self._unfinished_rows, 0
+        decode.release(token_ids)
         if not is_wanted:
             decode.drop_released()
             return

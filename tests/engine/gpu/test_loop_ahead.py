@@ -16,6 +16,7 @@ from ktransformers.engine.api.batch_loop import BatchLoop, EngineRequest, Prefil
 from ktransformers.engine.api.generate import prefill_and_generate
 from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.step.decode import DecodeSteps
+from ktransformers.engine.step.decode_inputs import StaticInputs
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.engine.step.runner import ModelRunner
@@ -196,5 +197,31 @@ def test_nothing_is_held_behind_a_step_that_is_not_padded(path: Path, monkeypatc
             tokens(begun(loop, ids))
             assert num_copied[0] == 2
             assert graphs.num_held > num_held
+    finally:
+        loop.close()
+
+
+@pytest.mark.parametrize("failing", ["launch", "complete"])
+def test_a_step_that_cannot_be_held_or_released_leaves_no_gpu_waiting(
+    failing: str, path: Path, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs, owner = FakeGraphs(), FakeGraphs if failing == "launch" else StaticInputs
+    work = getattr(owner, failing)
+
+    def fails(*args: Any, is_held: bool = failing != "launch", **kwargs: Any) -> None:
+        if failing == "launch":
+            work(*args, is_held=is_held, **kwargs)
+        if is_held:
+            monkeypatch.setattr(owner, failing, work)
+            raise RuntimeError("out of luck")
+
+    config = EngineConfig(model_path=path, cache_lens=64, cpu_infer=1, chunk_size=4)
+    loop = BatchLoop(lambda report: build_engine(config, page_size=8, hardware=fake_hardware(graphs=graphs)))
+    try:
+        assert tokens(begun(loop, PROMPTS[1])) == wanted[1]
+        monkeypatch.setattr(owner, failing, fails)
+        with pytest.raises(EngineError, match="out of luck"):
+            tokens(begun(loop, PROMPTS[1]))
+        assert tokens(begun(loop, PROMPTS[1])) == wanted[1]
     finally:
         loop.close()
