@@ -157,6 +157,11 @@ class ModelRunner:
         decode.release(token_ids)
         if not is_wanted:
             decode.drop_released()
+            layout.wait()
+            try:
+                layout.check_experts()  # of both steps, lest the next one has their errors
+            except EngineError as error:
+                logger.warning("in a step that comes to nothing: %s", error)
             return
         try:
             layout.finish(unfinished)

@@ -18,6 +18,7 @@ from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.step.decode import DecodeSteps
 from ktransformers.engine.step.decode_inputs import StaticInputs
 from ktransformers.engine.step.forward import ForwardPass
+from ktransformers.engine.step.layout import StepLayout
 from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.errors import EngineError, KTransformersError
@@ -222,6 +223,37 @@ def test_a_step_that_cannot_be_held_or_released_leaves_no_gpu_waiting(
         monkeypatch.setattr(owner, failing, fails)
         with pytest.raises(EngineError, match="out of luck"):
             tokens(begun(loop, PROMPTS[1]))
+        assert tokens(begun(loop, PROMPTS[1])) == wanted[1]
+    finally:
+        loop.close()
+
+
+def test_errors_of_experts_in_a_step_that_failed_are_no_other_ones(
+    path: Path, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The CPU's thread keeps its error until somebody asks."""
+    kept, check, sample, left = list[str](), StepLayout.check_experts, PagedExecutor._sample, iter(range(5))
+
+    def checked(self: StepLayout) -> None:
+        check(self)
+        if kept:
+            raise EngineError(kept.pop())
+
+    def failing(self: PagedExecutor, *args: object) -> object:
+        if next(left, None) is None:
+            monkeypatch.setattr(PagedExecutor, "_sample", sample)
+            kept.append("experts out of luck")
+            raise RuntimeError("out of luck")
+        return sample(self, *args)  # type: ignore[arg-type]
+
+    config = EngineConfig(model_path=path, cache_lens=64, cpu_infer=1, chunk_size=4)
+    loop = BatchLoop(lambda report: build_engine(config, page_size=8, hardware=fake_hardware()))
+    monkeypatch.setattr(StepLayout, "check_experts", checked)
+    monkeypatch.setattr(PagedExecutor, "_sample", failing)
+    try:
+        with pytest.raises(EngineError, match="RuntimeError: out of luck"):
+            tokens(begun(loop, PROMPTS[1]))
+        assert "in a step that comes to nothing: experts out of luck" in caplog.text
         assert tokens(begun(loop, PROMPTS[1])) == wanted[1]
     finally:
         loop.close()
