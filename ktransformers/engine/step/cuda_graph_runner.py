@@ -459,20 +459,27 @@ class CUDAGraphRunner:
         captured.static.stage(inputs)
         for work, count in captured.counts:
             work.expect(count)
-        backend.launch(captured.graph, captured.static.send, is_held=True)
+        try:
+            backend.launch(captured.graph, captured.static.send, is_held=True)
+        except BaseException:
+            backend.release()  # whatever was launched by then: nobody else would
+            raise
         self._held = captured, inputs
         return True
 
-    def release(self, hidden_states: Tensor, token_ids: Tensor) -> Tensor:
-        """Let the step go on that was launched held, once the one before it is over, with the hidden states [T, H] of
-        its tokens int64 [T], on the CPU. Returns logits as `forward` does."""
+    def release(self, token_ids: Tensor, look_up: Callable[[Tensor], Tensor]) -> Tensor:
+        """Let the step go on that was launched held, once the one before it is over, with its tokens int64 [T].
+        look_up: from them to hidden states [T, H] on the CPU. Returns logits as `forward` does. Raises what look_up
+        does; the step goes on all the same."""
         assert self._held is not None, "no step is held"
         assert self._backend is not None, "steps are held by a backend"
         (captured, inputs), self._held = self._held, None
-        captured.static.complete(hidden_states, token_ids)
-        for work, _ in captured.counts:
-            work.set_rows(inputs.num_rows)
-        self._backend.release()
+        try:
+            captured.static.complete(look_up(token_ids), token_ids)
+        finally:  # a GPU that waits for ever ends nothing
+            for work, _ in captured.counts:
+                work.set_rows(inputs.num_rows)
+            self._backend.release()
         assert captured.logits is not None, "steps that are held are replayed"
         return captured.logits[: inputs.num_kept]
 

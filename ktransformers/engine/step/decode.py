@@ -229,7 +229,7 @@ class DecodeSteps:
 
     def release(self, token_ids: Tensor) -> None:
         """Let the step go on that was launched held, with its tokens."""
-        self._released = self._graphs.release(self._layout.embedding(token_ids[None])[0], token_ids)
+        self._released = self._graphs.release(token_ids, lambda ids: self._layout.embedding(ids[None])[0])
 
     def drop_released(self) -> None:
         """Forget a step that was released and will not be asked for."""

@@ -15,6 +15,7 @@ from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import Hardware, build_engine
 from ktransformers.engine.sampling.logits_request import RequestedLogits
 from ktransformers.engine.step.cuda_graph_runner import StepGate
+from ktransformers.engine.step.graph_sizes import GRAPH_ROWS
 from ktransformers.engine.step.logits_fetch import LogitsFetch
 from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.engine.step.runner import ModelRunner
@@ -70,6 +71,16 @@ def test_answers_are_the_same(config: EngineConfig, monkeypatch: pytest.MonkeyPa
     assert sum(held) > 20
     monkeypatch.setattr(ModelRunner, "launch_held", lambda *inputs: False)
     assert found == answers(config)
+
+
+def test_nothing_is_held_behind_prompts_that_no_graph_takes() -> None:
+    """Twice: nothing is held before decode steps are known."""
+    path = next(iter(sorted(DEMO_MODEL_PATH.glob("*.gguf"))))
+    config = EngineConfig(gguf_path=path, cache_lens=4096, chunk_size=2048, speculative="off", prefix_cache=False)
+    prompt = [3 + i % 500 for i in range(GRAPH_ROWS[-1] + 200)]
+    with LLM.from_loop(BatchLoop(lambda report: build_engine(config, report, gpu_hardware(), max_batch_size=4))) as llm:
+        first, second = (llm.generate([[start, *prompt]], CASES[:1])[0] for start in (7, 7))
+    assert first.token_ids == second.token_ids
 
 
 def test_a_step_that_fails_leaves_no_gpu_waiting(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
