@@ -25,6 +25,7 @@ from ktransformers.engine.load.ready import prepare_decode
 from ktransformers.engine.load.warmup import WarmupShapes
 from ktransformers.engine.model.fingerprint import Identified, identify
 from ktransformers.engine.model.hot_file import HotFile
+from ktransformers.engine.model.mtp import MtpInput
 from ktransformers.engine.model.opened import ModelDescription, OpenedModel, describe_model
 from ktransformers.engine.model.skeleton import restore_buffers
 from ktransformers.engine.model.threads import settle_torch_threads
@@ -322,6 +323,8 @@ def optimize_and_load_gguf(opened: OpenedModel, plan: Plan, max_len: int, progre
     install_moves(modules, plan)
     hand_contexts_on(opened.model)
     hand_contexts(modules, plan)
+    if isinstance(embedding, MtpInput):
+        embedding.take_parts()
     return StepLayout.of(plan, modules, embedding)
 
 

@@ -42,7 +42,7 @@ __all__ = [
 
 LAYER = "model.layers.0"
 INPUT_NORMS, PROJECTION = ("enorm", "hnorm"), "eh_proj"
-"""Children that the decoder layer has besides its own: what makes its input."""
+"""Children that the decoder layer has besides its own until they are loaded: what makes its input."""
 
 _EXPERTS = re.compile(r"\.experts\.|ffn_(gate|up|down|gate_up)_exps\.")
 
@@ -135,19 +135,27 @@ class MtpInput(Placeholder):
     """
 
     def __init__(self, layer: nn.Module, hidden_size: int):
-        """layer: has what projects the rows as children, by the names in INPUT_NORMS and PROJECTION."""
+        """layer: has what projects the rows as children, by the names in INPUT_NORMS and PROJECTION, until
+        `take_parts`."""
         super().__init__()
         self.weight = torch.empty(1, hidden_size, device="meta")  # whose width others ask for
         self.rows: torch.Tensor | None = None
         self.source = _MtpRows(self)
         self._layer, self._hidden_size = (layer,), hidden_size  # not its parent
 
+    def take_parts(self) -> None:
+        """Make what projects the rows, placed and loaded as the layer's, children of this module: the layer is then one
+        of the usual arrangement."""
+        (layer,) = self._layer
+        for name in (*INPUT_NORMS, PROJECTION):
+            self.add_module(name, layer.get_submodule(name))
+            delattr(layer, name)
+
     def project(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the decoder layer's input, [1, T, H], of rows [1, T, 2 * H]."""
-        (layer,) = self._layer
         parts = torch.split(rows, self._hidden_size, dim=-1)
-        normed = [getattr(layer, name)(part) for name, part in zip(INPUT_NORMS, parts, strict=True)]
-        projected: torch.Tensor = getattr(layer, PROJECTION)(torch.cat(normed, dim=-1))
+        normed = [getattr(self, name)(part) for name, part in zip(INPUT_NORMS, parts, strict=True)]
+        projected: torch.Tensor = getattr(self, PROJECTION)(torch.cat(normed, dim=-1))
         return projected
 
     @override

@@ -16,6 +16,8 @@ from ktransformers.engine.load.builder import Engine, Hardware, build_engine, pl
 from ktransformers.engine.sampling.logits_request import BEST_TOKEN, WHOLE_ROW
 from ktransformers.engine.step.graph_sizes import DRAFT_ROWS
 from ktransformers.kernels.types import QuantType
+from ktransformers.operators.layers.gpu import LayerStack
+from ktransformers.operators.layers.traced import layer_list
 from ktransformers.optimize.plan import Plan
 from tests.support.engines.drafter_steps import DrafterSteps, draft_in_every_step, runner_of
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
@@ -91,6 +93,8 @@ def test_an_mtp_layer_on_a_gpu(
     hardware = fake_hardware(graphs=graphs, draft_rows=DRAFT_ROWS, graph_rows=(64,))
     with caplog.at_level("INFO"), engine_of(folder, hardware, speculative="mtp") as engine:
         assert places_of(engine) == {"cuda:0"}
+        (layer,) = layer_list(runner_of(engine).model) or ()
+        assert isinstance(layer, LayerStack)
         steps = DrafterSteps(engine, lambda: graphs.replays, monkeypatch)
         answers, num_drafted, _ = answers_of(engine)
     assert answers == plain
@@ -124,8 +128,9 @@ def on_gpu(plan: Plan) -> int:
     return sum(entry.nbytes.get("cuda:0", 0) for entry in found)
 
 
-def test_it_comes_before_the_experts_that_fill_the_gpu(tmp_path: Path) -> None:
+def test_it_comes_before_the_experts_that_fill_the_gpu(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its experts, too; where there is no room for them they are in RAM, and where there is less all of it is."""
+    caplog.set_level("INFO")
     path = gguf_of(tmp_path)
     config = config_of(path, draft_model=path)
 
@@ -144,6 +149,8 @@ def test_it_comes_before_the_experts_that_fill_the_gpu(tmp_path: Path) -> None:
     assert without.extra_bytes["draft model"]["cpu"] > first.extra_bytes["draft model"]["cpu"]
     least = total - experts - whole
     assert set(planned(least + whole - experts - 1).extra_bytes["draft model"]) == {"cpu"}
+    assert "has no room for it" in caplog.messages[-1]
+    assert "no CUDA device" not in caplog.text
     assert planned(least).total_bytes["cuda:0"] == least
     assert planned(least - 1).total_bytes.get("cuda:0", 0) == 0
 
