@@ -219,6 +219,8 @@ class Planner:
         them."""
         planned, hardware = self._settled(hardware)
         planned.report()
+        if not self.is_draft:  # PlannedDraft says where a draft model goes
+            planned.plan.report_fallback()
         self._report_sparsity(planned.plan)
         config, operators = self.opened.config, planned.plan.operators
         KvTypes.of(config.kv_type, self.opened.model, operators, config.attention_products).report(planned.shapes)
