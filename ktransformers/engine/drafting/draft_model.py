@@ -2,59 +2,56 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
-import numpy as np
 import torch
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.engine.drafting.drafter import DraftLimits, DraftOutput, LogitsRequest, Piece
 from ktransformers.engine.sampling.logits_request import WHOLE_ROW, StepLogits
-from ktransformers.engine.step.context import paged_context
+from ktransformers.engine.step.context import OneTokenStep, paged_context
+from ktransformers.engine.step.executor_runs import FIRST_ROW
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.scheduler.records import ScheduledSequence
 
-__all__ = ["DraftModelForward", "ids_of", "last_rows", "run_pieces"]
+__all__ = ["DraftModelForward", "PieceSteps"]
+
+_NONE_KEPT = torch.zeros(0, dtype=torch.int64)
 
 
-def ids_of(pieces: Sequence[Piece]) -> torch.Tensor:
-    """Return the tokens of all pieces, int64 [T]."""
-    return torch.tensor([token for piece in pieces for token in piece.token_ids])
+class PieceSteps:
+    """Runs the steps of a draft model on its cache. Most have one token, whose inputs are written in place."""
+
+    def __init__(self, runner: ModelRunner, cache: PagedCache) -> None:
+        self._runner, self._cache = runner, cache
+        self._one_token = OneTokenStep(cache, runner.pool)
+
+    def run(self, pieces: Sequence[Piece], requests: Sequence[LogitsRequest]) -> tuple[StepLogits, list[int]]:
+        """Run a step: the logits behind the last token of each piece, as far as they are requested, and their rows."""
+        rows = [_row_of(piece, request) for piece, request in zip(pieces, requests, strict=True)]
+        ends = itertools.accumulate(len(piece.token_ids) for piece in pieces)
+        kept = [end - 1 for end, request in zip(ends, requests, strict=True) if request is not None]
+        needs = [request for request in requests if request is not None]
+        if len(pieces) == len(pieces[0].token_ids) == 1:
+            step, keep = self._one_token, FIRST_ROW if kept else _NONE_KEPT
+            context = step.context(rows[0], pieces[0].pages)
+            return self._runner.reduced_step(step.token_ids, step.positions, context, keep, needs), kept
+        token_ids = torch.tensor([token for piece in pieces for token in piece.token_ids])
+        positions, context = paged_context(self._cache, self._runner.pool, rows, [piece.pages for piece in pieces])
+        keep = torch.tensor(kept, dtype=torch.int64)
+        return self._runner.reduced_step(token_ids, positions, context, keep, needs), kept
 
 
-def last_rows(pieces: Sequence[Piece], requests: Sequence[LogitsRequest]) -> list[int]:
-    """Return the row of the last token of each piece whose logits are requested, in the step that runs them all."""
-    ends = (np.cumsum([len(piece.token_ids) for piece in pieces]) - 1).tolist()
-    return [end for end, request in zip(ends, requests, strict=True) if request is not None]
-
-
-def run_pieces(
-    runner: ModelRunner,
-    cache: PagedCache,
-    pieces: Sequence[Piece],
-    token_ids: torch.Tensor,
-    requests: Sequence[LogitsRequest],
-) -> StepLogits:
-    """Run a step of a draft model: the logits behind the last token of each piece, as far as they are requested."""
-    rows, tables = list[ScheduledSequence](), list[np.ndarray[tuple[int], np.dtype[np.int32]]]()
-    for piece, request in zip(pieces, requests, strict=True):
-        end = piece.start + len(piece.token_ids)
-        pages = piece.pages[: -(-end // cache.page_size)]  # those behind are of draft tokens to come
-        tables.append(pages)
-        rows.append(
-            ScheduledSequence(
-                run_id=piece.run_id,
-                start=piece.start,
-                token_ids=piece.token_ids,
-                token_source=None,
-                block_table=pages.tolist(),
-                is_sampled=request is not None,
-            )
-        )
-    positions, context = paged_context(cache, runner.pool, rows, tables)
-    keep = torch.tensor(last_rows(pieces, requests), dtype=torch.int64)
-    return runner.reduced_step(
-        token_ids, positions, context, keep, [request for request in requests if request is not None]
+def _row_of(piece: Piece, request: LogitsRequest) -> ScheduledSequence:
+    return ScheduledSequence(
+        run_id=piece.run_id,
+        start=piece.start,
+        token_ids=piece.token_ids,
+        token_source=None,
+        block_table=(),
+        is_sampled=request is not None,
     )
 
 
@@ -68,19 +65,21 @@ class DraftModelForward:
     shift = 0
 
     def __init__(self, runner: ModelRunner, cache: PagedCache, limits: DraftLimits) -> None:
-        self._runner, self._cache, self.limits = runner, cache, limits
+        self._steps, self.limits = PieceSteps(runner, cache), limits
         self._own_vocab = int(runner.model.config.vocab_size)
 
     def run(self, pieces: Sequence[Piece], requests: Sequence[LogitsRequest]) -> DraftOutput:
         """Run a step, see DraftForward."""
-        token_ids = ids_of(pieces)
-        token_ids[token_ids >= self._own_vocab] = 0  # the target's padding, which nothing samples
         if self._own_vocab == self.limits.vocab_size:
-            return DraftOutput(run_pieces(self._runner, self._cache, pieces, token_ids, requests))
+            return DraftOutput(self._steps.run(pieces, requests)[0])
         whole = [None if request is None else WHOLE_ROW for request in requests]
-        logits = run_pieces(self._runner, self._cache, pieces, token_ids, whole)
+        logits, _ = self._steps.run([self._known(piece) for piece in pieces], whole)
         assert isinstance(logits, torch.Tensor), "whole rows are asked for"
         return DraftOutput(self._fitted(logits))
+
+    def _known(self, piece: Piece) -> Piece:
+        """Without the target's padding, which nothing samples."""
+        return replace(piece, token_ids=[token if token < self._own_vocab else 0 for token in piece.token_ids])
 
     def _fitted(self, logits: torch.Tensor) -> torch.Tensor:
         missing = self.limits.vocab_size - logits.shape[1]

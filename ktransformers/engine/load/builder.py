@@ -149,6 +149,8 @@ def _load_drafter(draft: PlannedDraft, target: CapturedModel, progress: Progress
     Errors as `build_engine`; the target is closed then.
     """
     pool, entry = target.forward.pool, draft.opened.model.get_input_embeddings()
+    if isinstance(entry, MtpInput):
+        entry.take_source(target.forward.embedding)
     with ExitStack() as undo:
         undo.callback(pool.close)
         undo.callback(target.plan.devices.close)

@@ -35,7 +35,7 @@ def runner_of(engine: Engine) -> ModelRunner:
     """The runner of the engine's drafter."""
     drafter = engine.executor.drafter
     assert isinstance(drafter, ModelDrafter)
-    runner: ModelRunner = drafter._forward._runner  # type: ignore[attr-defined]
+    runner: ModelRunner = drafter._forward._steps._runner  # type: ignore[attr-defined]
     return runner
 
 
