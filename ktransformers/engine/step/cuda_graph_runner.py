@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 _WARM_UPS = 2
 
+_KEPT_SIZES = 1024
+"""Steps of which it is kept which size suits them."""
+
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
@@ -293,6 +296,7 @@ class CUDAGraphRunner:
         self._run, self._make, self._backend, self._works = run, make_static_inputs, backend, works
         self._captured: dict[StepSize, _Captured] = {}
         self._timed: dict[StepSize, _Captured] = {}  # the same with marks, while somebody wants them
+        self._sizes: dict[tuple[int, int, int, int], StepSize | None] = {}  # what `size_of` found
         self._held: tuple[_Captured, DecodeInputs] | None = None
         self._marks: StepTimers | None = None
         self._most_timed: int | None = None
@@ -322,6 +326,7 @@ class CUDAGraphRunner:
     def capture(self, sizes: Sequence[StepSize], backend: GraphBackend, progress: Callable[[int, int], None]) -> None:
         """Capture steps of these sizes, in this order, until one cannot be captured. The constructor calls this."""
         began, left = time.perf_counter(), list(sizes)
+        self._sizes.clear()
         progress(0, len(sizes))
         while left:
             size = left.pop(0)
@@ -353,6 +358,7 @@ class CUDAGraphRunner:
         most_rows: graphs of more rows are not replayed meanwhile; their steps run anew.
         """
         self._timed, self._marks, self._most_timed = {}, marks, None if marks is None else most_rows
+        self._sizes.clear()
         if marks is None or self._backend is None:
             return
         began = time.perf_counter()
@@ -378,6 +384,14 @@ class CUDAGraphRunner:
     def size_of(self, rows: int, kept: int, seqs: int, pages: int) -> StepSize | None:
         """Return the size that a step of so many rows runs in, which keeps the logits of so many; None: it fits
         none."""
+        step = rows, kept, seqs, pages
+        if step not in self._sizes:  # most steps are as the one before
+            if len(self._sizes) >= _KEPT_SIZES:
+                self._sizes.clear()
+            self._sizes[step] = self._choose(*step)
+        return self._sizes[step]
+
+    def _choose(self, rows: int, kept: int, seqs: int, pages: int) -> StepSize | None:
         fitting = (
             size
             for size, captured in self._captured.items()
