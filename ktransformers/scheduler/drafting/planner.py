@@ -78,6 +78,7 @@ class DraftPlanner:
         self._by_engine = config.drafts_in_engine
         self._engine_rates, self._draft_cost = AcceptanceRates(MAX_STREAK, max(self.most - 1, 1)), DraftCost()
         self._num_undrafted = 0  # steps since the engine last drafted
+        self._has_drafted = False  # in the last step
         self._num_steps = self._num_tokens = self._num_accepted = 0  # of the window
         self._pause = 0  # steps that are left of it
 
@@ -97,13 +98,15 @@ class DraftPlanner:
     def add_step(self, step: PlannedStep, seconds: float, draft_seconds: float = 0.0) -> None:
         """Note what a step took, with all that lies between steps, and what of that the engine took to find draft
         tokens. The step's tokens come later."""
+        has_drafted, self._has_drafted = self._has_drafted, False
         if not self.most or not all(row.is_decode for row in step.rows):
             return
         deepest = max((len(row.drafts) for row in step.rows), default=0)
         self._costs.add(step.num_rows, seconds - draft_seconds, is_ahead=step.is_ahead, is_drafted=deepest > 0)
         found = max((len(row.drafts) for row in step.rows if row.drafts and row.drafts[-1] == UNKNOWN), default=0)
         if found and draft_seconds > 0:  # copies of the text cost the engine nothing
-            self._draft_cost.add(found, draft_seconds)
+            self._draft_cost.add(found, draft_seconds, is_behind=not has_drafted)
+            self._has_drafted = True
         if self._by_engine:
             self._num_undrafted = 0 if found else self._num_undrafted + 1
             return
