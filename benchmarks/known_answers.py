@@ -64,6 +64,10 @@ class KnownDrafter:
         """Return the chances behind the next token, see Drafter.later."""
         return behind_next(self.chances(most + 1))
 
+    def copies(self, most: int) -> bool:
+        """Return True, see Drafter.copies."""
+        return True
+
     def draft(self, most: int) -> list[int]:
         """Return up to `most` tokens, see Drafter.draft."""
         return list(self._drafts[self._num_known : self._num_known + most])

@@ -18,14 +18,14 @@ import torch
 from torch import distributed
 from torch.multiprocessing.spawn import spawn
 
-from ktransformers.engine.parallel.tensor_parallel.group import TensorGroup
-from ktransformers.engine.parallel.tensor_parallel.sums import (
-    CollectiveSums,
+from ktransformers.engine.parallel.tensor_parallel.collectives import (
+    Collectives,
+    GroupCollectives,
     PeerKernel,
-    Sums,
-    SymmetricSums,
+    SymmetricCollectives,
     TorchKernels,
 )
+from ktransformers.engine.parallel.tensor_parallel.group import TensorGroup
 from ktransformers.kernels.triton.quant.repack import GpuLayout, repack
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.device import Device
@@ -61,7 +61,7 @@ def _graph_us(call: Call, count: int = 20) -> float:
     return _median_us(graph.replay, count)
 
 
-def _ways(sums: SymmetricSums | None, rows: int, width: int) -> Iterator[tuple[str, Call]]:
+def _ways(sums: SymmetricCollectives | None, rows: int, width: int) -> Iterator[tuple[str, Call]]:
     """Yield each way to add up a share, by name."""
     share = torch.zeros(rows, width, device="cuda")
     half = share.to(torch.bfloat16)
@@ -81,7 +81,7 @@ def _ways(sums: SymmetricSums | None, rows: int, width: int) -> Iterator[tuple[s
         yield "ours to bf16", lambda: kernel.add(memory, half)
 
 
-def _products(group: TensorGroup, sums: SymmetricSums | None, width: int, cols: int, rows: int) -> Figures:
+def _products(group: TensorGroup, sums: SymmetricCollectives | None, width: int, cols: int, rows: int) -> Figures:
     """Return the milliseconds of a Q4_K product x [rows, cols] -> [rows, width]: alone, and added up by each way."""
     device = Device("cuda:0", torch.device("cuda:0"), torch.bfloat16, is_gpu=True)
     blocks = torch.randint(0, 60, (width * cols // 256 * 144,), dtype=torch.uint8, device="cuda")  # finite scales
@@ -89,12 +89,12 @@ def _products(group: TensorGroup, sums: SymmetricSums | None, width: int, cols: 
     matrix = QuantizedMatrix(device, data, QuantType.Q4_K, width, cols, GpuLayout.PLANES, None)
     x = torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16)
     found = {"alone": _median_us(lambda: [matrix(x, torch.bfloat16) for _ in range(4)], 4) / 1000}
-    ways: dict[str, Sums] = {"nccl": CollectiveSums()}
+    ways: dict[str, Collectives] = {"nccl": GroupCollectives()}
     if sums is not None:
         kernels = TorchKernels(torch.ops.symm_mem, distributed.group.WORLD.group_name, group.size)  # type: ignore[union-attr]
-        ways |= {"torch": SymmetricSums(sums._buffer, kernels, CollectiveSums()), "ours": sums}
+        ways |= {"torch": SymmetricCollectives(sums._buffer, kernels, GroupCollectives()), "ours": sums}
     for name, way in ways.items():
-        group._sums = way
+        group._collectives = way
 
         def call() -> list[torch.Tensor]:
             return [group.sum_product(x, width, lambda part, to: fp32_product(matrix, part, to)) for _ in range(4)]
@@ -110,7 +110,7 @@ def _measure(rank: int, size: int, folder: str, width: int, cols: list[int]) -> 
     group = TensorGroup(rank, size)
     group.reserve(max(ROWS), width)
     group.rendezvous(Path(folder) / "meeting", torch.device("cuda:0"))
-    sums = group._sums if isinstance(group._sums, SymmetricSums) else None
+    sums = group._collectives if isinstance(group._collectives, SymmetricCollectives) else None
     with torch.inference_mode():
         by_rows = {str(rows): {name: _graph_us(call) for name, call in _ways(sums, rows, width)} for rows in ROWS}
         products = {f"{rows} x {k}": _products(group, sums, width, k, rows) for k in cols for rows in (512, 1024, 2048)}

@@ -50,7 +50,7 @@ _MOST_LOSS = 0.02  # of a step of one sequence, with even routing
 # GPU does before and behind), and _OUTSIDE, of a step outside of layers, were measured on an H100 with 16 Xeon cores.
 # The others are estimates: experts on the GPU beside reading them, what else a layer takes, and bytes a second of an
 # ordinary server's memory and of GPUs from the A100 on.
-_HAND_OVER, _OUTSIDE = 48e-6, 1.1e-3
+_HAND_OVER, _OUTSIDE = 48e-6, 0.5e-3
 _RESIDENT, _LAYER = 12e-6, 50e-6
 _RAM, _VRAM = 100e9, 1.5e12
 

@@ -38,11 +38,13 @@ class PlannedRow:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A planned step that is in flight. is_ahead: it was planned while another one was."""
+    """A planned step that is in flight. num_drafted: draft tokens in it. is_ahead: it was planned while another one
+    was in flight."""
 
     step_id: int
     rows: tuple[PlannedRow, ...]
     num_sampled: int
+    num_drafted: int = 0
     is_ahead: bool = False
 
     @property
@@ -73,6 +75,7 @@ class Batch:
     def __init__(self, chunk_size: int):
         self.budget = chunk_size  # tokens left
         self.num_sampled = 0  # rows that sample
+        self.num_drafted = 0  # draft tokens
         self._rows: dict[Sequence, PlannedRow] = {}
 
     def __len__(self) -> int:
@@ -104,6 +107,7 @@ class Batch:
         run.num_pending += is_sampled + len(drafts)
         run.num_drafted += len(drafts)
         self.num_sampled += is_sampled
+        self.num_drafted += len(drafts)
 
     def limit(self, num_tokens: int) -> None:
         """Take at most so many more tokens."""
@@ -115,8 +119,11 @@ class Batch:
         if row is not None:
             self.budget += row.end - row.start
             self.num_sampled -= row.is_sampled
+            self.num_drafted -= len(row.drafts)
 
-    def plan(self, step_id: int, ended: list[int], tiers: TierPlan | None = None) -> StepPlan:
+    def plan(
+        self, step_id: int, ended: list[int], tiers: TierPlan | None = None, *, is_observed: bool = True
+    ) -> StepPlan:
         """Make the record of the step for the engine. Call once: it notes where each run's token will be found in the
         results."""
         starts, rows, num_sampled = [], [], 0
@@ -146,7 +153,7 @@ class Batch:
             if planned.is_sampled:
                 run.sampled_index = num_sampled
                 num_sampled += 1
-        return StepPlan(step_id=step_id, starts=starts, rows=rows, ended=ended, tiers=tiers)
+        return StepPlan(step_id=step_id, starts=starts, rows=rows, ended=ended, tiers=tiers, is_observed=is_observed)
 
 
 def _saves(row: PlannedRow) -> list[tuple[int, int]]:

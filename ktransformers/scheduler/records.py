@@ -122,6 +122,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     starts: runs whose first row is in this step. ended: runs that have no row in this step or any later one.
     tiers: what is to be copied before the rows; a step without rows has nothing else, and no other is in flight then.
+    is_observed: whether the engine's drafter, if there is one, is shown what the step computes.
     """
 
     step_id: int
@@ -129,6 +130,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     rows: Sequence[ScheduledSequence]
     ended: Sequence[int]
     tiers: TierPlan | None = None
+    is_observed: bool = True
 
     @property
     def num_tokens(self) -> int:

@@ -285,13 +285,14 @@ class Scheduler:
     def _plan(self, batch: Batch) -> StepPlan:
         """The step of these rows; of none, for what tiers have to copy."""
         rows = tuple(batch)
-        step = PlannedStep(self._next_step, rows, batch.num_sampled, is_ahead=bool(self._in_flight))
+        step = PlannedStep(self._next_step, rows, batch.num_sampled, batch.num_drafted, bool(self._in_flight))
         if self._throttle is not None:
             self._throttle.planned(step.num_decodes, step.num_rows - step.num_decodes)
         ended, self._ended = self._ended, []
         self._next_step += 1
         self._in_flight.append(step)
-        return batch.plan(step.step_id, ended, self._pages.take_copies(is_alone=not rows))
+        copies = self._pages.take_copies(is_alone=not rows)
+        return batch.plan(step.step_id, ended, copies, is_observed=self._drafts.is_observed)
 
     def _runnable(self) -> tuple[list[Sequence], list[Sequence]]:
         """Running sequences with tokens left to run, by rank: (one token, several tokens). With several stages those
@@ -438,7 +439,7 @@ class Scheduler:
 
     def _take_back(self, row: PlannedRow, num_accepted: int, *, is_cut: bool) -> None:
         """Accept so many of a row's draft tokens: what was computed behind them is as if it had not been."""
-        self._drafts.add_row(row.seq, len(row.drafts), num_accepted, is_cut=is_cut)
+        self._drafts.add_row(row, num_accepted, is_cut=is_cut)
         run, computed_len = row.run, row.run.computed_len + num_accepted
         run.computed_len, run.planned_len, run.num_drafted = computed_len, computed_len, 0
         self._pages.shrink(run)
@@ -455,13 +456,12 @@ class Scheduler:
                 error = one.error or "the engine sent no token and no reason"
                 updates.append(update_of(seq, finish_reason=FinishReason.ABORT, error=error))
                 return updates, True
-            is_accepted = bool(updates)
-            seq.num_accepted += is_accepted
-            self._totals.num_accepted += is_accepted
+            if updates:
+                seq.num_accepted += 1
+                self._totals.num_accepted += 1
             seq.token_ids.append(one.token_id)
             reason = seq.end.reason(one.token_id, seq.completion_len)
             updates.append(update_of(seq, one, finish_reason=reason))
-            self._drafts.add_token(seq, is_accepted=is_accepted)
             if reason is not None:
                 return updates, True
         return updates, False

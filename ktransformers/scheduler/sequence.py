@@ -32,7 +32,7 @@ class Drafter(Protocol):
         ...
 
     def extend(self, token_ids: Seq[int]) -> None:
-        """Take several tokens, which count as never drafted."""
+        """Take one token or more: whether the first was as drafted counts, the others count as never drafted."""
         ...
 
     def chances(self, most: int) -> list[float]:
@@ -44,8 +44,12 @@ class Drafter(Protocol):
         chances then; none: it is not worth waiting for."""
         ...
 
+    def copies(self, most: int) -> bool:
+        """Whether the first `most` draft tokens, those of `chances`, come from `draft`, and not from the engine."""
+        ...
+
     def draft(self, most: int) -> list[int]:
-        """Return up to `most` tokens that may come next; UNKNOWN ones are found by the engine."""
+        """Return up to `most` tokens that may come next."""
         ...
 
 
@@ -103,8 +107,9 @@ class Sequence:
 
     rank: served in ascending order, preempted in descending order. limit_len: the most tokens of prompt and answer
     together. These, the id and prompt_len are asked for in every step and never change.
-    drafter: what drafts its next tokens, once that was asked for any. num_drafted, num_accepted: draft tokens that were
-    run, and those of them that are the answer's.
+    drafter: what drafts its next tokens, once that was asked for any; it has seen the tokens up to then. num_looks: how
+    often it is still asked, see drafting/planner.py. num_drafted, num_accepted: draft tokens that were run, and those
+    of them that are the answer's.
     """
 
     request: Request
@@ -115,6 +120,7 @@ class Sequence:
     cached_len: int | None = None  # None until first admitted
     run: RunningState | None = None
     drafter: Drafter | None = None
+    num_looks: float = 1.0
     num_drafted: int = 0
     num_accepted: int = 0
     common: dict[int, int] = field(default_factory=dict)  # by another's arrival: leading tokens that both prompts have

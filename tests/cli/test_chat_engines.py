@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import functools
 import io
+import json
 import re
+import shutil
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from ktransformers.cli import main
-from tests.support.models.demo import DEMO_GGUF
+from ktransformers.engine.load.builder import Hardware
+from ktransformers.engine.parallel.ranks.agent import StageAgent, read_secret
+from ktransformers.engine.parallel.ranks.driver import Driver
+from tests.support.engines.cut_models import HARDWARE
+from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
+from tests.support.models.demo import DEMO_CHECKPOINT, DEMO_GGUF
+from tests.support.models.tiny_models import tiny_model, write_safetensors
 
 QUESTIONS = ("What is 17 + 25?", "And minus 3?", "Who are you?")
 FLAGS = ("--lines", "--cpu_infer", "1", "--temperature", "0", "--max_new_tokens", "60", "--no_use_cuda")
 
 
-def chat(*lines: str, flags: tuple[str, ...] = ()) -> tuple[list[str], str]:
+def chat(*lines: str, flags: tuple[str, ...] = (), model: Path = DEMO_GGUF) -> tuple[list[str], str]:
     """The answers, and what stands on standard error."""
     text = "".join(f"{line}\n" for line in lines).encode()
     streams = [io.TextIOWrapper(io.BytesIO(content), encoding="utf-8") for content in (text, b"", b"")]
     with pytest.MonkeyPatch.context() as patch:
         for name, stream in zip(("stdin", "stdout", "stderr"), streams, strict=True):
             patch.setattr(sys, name, stream)
-        code = main(["chat", str(DEMO_GGUF), *FLAGS, *flags])
+        code = main(["chat", str(model), *FLAGS, *flags])
         streams[1].flush()
         streams[2].flush()
     out, err = (stream.buffer.getvalue().decode() for stream in streams[1:])  # type: ignore[attr-defined]
@@ -55,6 +64,39 @@ def test_stages_answer_as_one_process_does(wanted: list[str], tmp_path: Path) ->
     answers, err = chat(*QUESTIONS[:2], f"/save {path}", QUESTIONS[2], flags=("--pipeline", "2"))
     assert answers == wanted
     assert len(reused(err)) == 2
+
+
+def test_stages_on_other_machines_answer_as_one_process_does(wanted: list[str], tmp_path: Path) -> None:
+    """One after another: the agent starts a process for each driver, and ends it with the chat."""
+    key = tmp_path / "stage.key"
+    key.write_bytes(b"0123456789abcdef")
+    key.chmod(0o600)
+    agent = StageAgent("127.0.0.1", 0, read_secret(key))
+    thread = threading.Thread(target=agent.serve)
+    thread.start()
+    try:
+        for _ in range(2):
+            flags = ("--stage_hosts", f"127.0.0.1:{agent.port}", "--stage_key_file", str(key))
+            assert chat(*QUESTIONS, flags=flags)[0] == wanted
+    finally:
+        agent.close()
+        thread.join()
+
+
+def test_gpus_answer_as_one_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """GPUs that are made up, a process each, with a model of random weights and the bundled one's tokens."""
+    vocab_size = json.loads((DEMO_CHECKPOINT / "config.json").read_text())["vocab_size"]
+    write_safetensors(tiny_model("llama", seed=1, vocab_size=vocab_size), tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(DEMO_CHECKPOINT / name, tmp_path)
+    monkeypatch.setattr(Hardware, "detect", lambda config: fake_hardware(graphs=FakeGraphs()))
+    monkeypatch.setattr("ktransformers.engine.load.builder.Driver", functools.partial(Driver, hardware=HARDWARE))
+    flags = ("--use_cuda", "--max_new_tokens", "6", "--cache_lens", "128", "--no_self_check")
+    one, two = (
+        chat(*QUESTIONS[:2], model=tmp_path, flags=(*flags, *more))[0] for more in ((), ("--tensor_parallel", "2"))
+    )
+    assert one == two
+    assert all(one)
 
 
 def test_a_conversation_is_found_below_the_cache(wanted: list[str], tmp_path: Path) -> None:

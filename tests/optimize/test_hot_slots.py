@@ -138,7 +138,7 @@ def test_every_gpu_has_slots_by_what_it_has_left() -> None:
         (48, 48, 20_000_000, 48),  # nothing is left to the CPU
         (20, 61, 200_000_000, 0),  # DeepSeek-V3: reading experts is nearly all of a step
         (0, 48, 20_000_000, 0),
-        (47, 48, 20_000_000, 43),  # one hand-over a step: few more are much
+        (47, 48, 20_000_000, 44),  # 87 us of loss are allowed of 4.34 ms, at 23 us a hand-over
     ],
 )
 def test_how_many_layers_go_whole(fitting: int, layers: int, read: int, want: int) -> None:

@@ -27,7 +27,8 @@ def rows_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever may be drafted is, on any machine."""
     monkeypatch.setattr(RowCosts, "knows", lambda self, rows: True)
     monkeypatch.setattr(RowCosts, "seconds", lambda self, rows, more=0: 1.0)
-    monkeypatch.setattr(RowCosts, "most_rows", property(lambda self: self._most))
+    monkeypatch.setattr(RowCosts, "is_stale", lambda self, rows: False)
+    monkeypatch.setattr(RowCosts, "losses", lambda self, rows: [0.0] * (1 + self._most - rows))
 
 
 def answers(folder: Path, speculative: str, *asked: GenerationRequest) -> list[list[TokenEvent]]:

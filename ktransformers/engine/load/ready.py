@@ -10,8 +10,9 @@ import torch
 from ktransformers.cache.paged import PagedCache
 from ktransformers.core import CAPTURING, COMPILING, Progress
 from ktransformers.engine.load.warmup import WarmupShapes, warm_up
+from ktransformers.engine.step.broadcast import StepBlocks
 from ktransformers.engine.step.cuda_graph_runner import GraphBackend
-from ktransformers.engine.step.decode import DecodeSteps
+from ktransformers.engine.step.decode import DecodeSteps, PaddedSteps
 from ktransformers.engine.step.decode_inputs import StepSize
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.graph_sizes import choices_of
@@ -39,11 +40,13 @@ def prepare_decode(
     backend: GraphBackend | None,
     progress: Progress | None,
     mixed: Sequence[StepSize] = (),
+    blocks: StepBlocks | None = None,
 ) -> DecodeSteps | None:
     """Compile the kernels that steps of `extent` launch, and capture those of few rows on `backend`; None: they are not
     captured.
 
-    mixed: sizes of steps of several rows a sequence that are padded, and captured, as decode steps are.
+    mixed: sizes of steps of several rows a sequence that are padded, and captured, as decode steps are. blocks: in
+    which steps come to other processes.
 
     Returns None when layers are on the CPU: their steps are all alike.
     """
@@ -56,12 +59,11 @@ def prepare_decode(
         return DecodeSteps(
             forward,
             cache,
-            max_batch_size=extent.max_batch_size,
-            num_pages=extent.num_pages,
+            PaddedSteps(extent.max_batch_size, extent.num_pages, mixed),
             backend=backend,
             progress=lambda done, total: report(done, total, CAPTURING),
-            mixed=mixed,
             choices=choices_of(plan),
+            blocks=blocks,
         )
 
     can_pad = all(device.is_gpu for device in layout.devices)

@@ -250,7 +250,9 @@ def capture_steps(arranged: ArrangedModel, progress: Progress | None, why_eager:
         last_hidden.replayed_rows = 2 * extent.max_batch_size + max((size.rows for size in mixed), default=8)
         if loaded.layout.mtp is not None:
             loaded.layout.mtp.reserve(last_hidden.replayed_rows, loaded.layout.entry)
-    decode = prepare_decode(arranged.forward, arranged.cache, plan, extent, backend, progress, mixed)
+    decode = prepare_decode(
+        arranged.forward, arranged.cache, plan, extent, backend, progress, mixed, part.ranks.step_blocks
+    )
     part.ranks.captured([] if decode is None else decode.sizes)
     config = replace(part.config, cache_lens=planned.num_slots, chunk_size=planned.chunk_size)
     identified, hot = arranged.identified, loaded.hot

@@ -113,8 +113,12 @@ def main() -> int:
     except KTransformersError as error:
         pipes.send(Failed(type(error).__name__, str(error)))
         return 1
-    is_lost = False
+    is_lost, blocks = False, worker.step_blocks
     while True:
+        step = None if blocks is None else blocks.wait()
+        if step is not None and step.rows:
+            part.runner.follow_shared(step)
+            continue
         message: Step | Regroup = pipes.read(Step | Regroup)
         if isinstance(message, Regroup):
             worker.rendezvous_again(message.place)

@@ -5,12 +5,14 @@ Knows no models, caches or requests. What is captured is a function from a step'
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -33,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 _WARM_UPS = 2
 
-_KEPT_SIZES = 1024
-"""Steps of which it is kept which size suits them."""
+_MOST_SUITED = 1024
+"""Kinds of steps whose graphs are remembered: with cold caches it takes 0.1 ms to look at all graphs."""
 
 
 @contextmanager
@@ -296,11 +298,11 @@ class CUDAGraphRunner:
         self._run, self._make, self._backend, self._works = run, make_static_inputs, backend, works
         self._captured: dict[StepSize, _Captured] = {}
         self._timed: dict[StepSize, _Captured] = {}  # the same with marks, while somebody wants them
-        self._sizes: dict[tuple[int, int, int, int], StepSize | None] = {}  # what `size_of` found
         self._held: tuple[_Captured, DecodeInputs] | None = None
         self._marks: StepTimers | None = None
         self._most_timed: int | None = None
         self.reason: str | None = None  # why not all sizes were captured
+        self._suited = functools.lru_cache(_MOST_SUITED)(self._suiting)
         decode = {StepSize(size, size) for size in batch_sizes}
         if not decode or min(decode).rows < 1:
             raise ValueError(f"batch sizes must be at least one and positive, got {list(batch_sizes)}")
@@ -326,7 +328,7 @@ class CUDAGraphRunner:
     def capture(self, sizes: Sequence[StepSize], backend: GraphBackend, progress: Callable[[int, int], None]) -> None:
         """Capture steps of these sizes, in this order, until one cannot be captured. The constructor calls this."""
         began, left = time.perf_counter(), list(sizes)
-        self._sizes.clear()
+        self._suited.cache_clear()
         progress(0, len(sizes))
         while left:
             size = left.pop(0)
@@ -358,7 +360,7 @@ class CUDAGraphRunner:
         most_rows: graphs of more rows are not replayed meanwhile; their steps run anew.
         """
         self._timed, self._marks, self._most_timed = {}, marks, None if marks is None else most_rows
-        self._sizes.clear()
+        self._suited.cache_clear()
         if marks is None or self._backend is None:
             return
         began = time.perf_counter()
@@ -384,14 +386,9 @@ class CUDAGraphRunner:
     def size_of(self, rows: int, kept: int, seqs: int, pages: int) -> StepSize | None:
         """Return the size that a step of so many rows runs in, which keeps the logits of so many; None: it fits
         none."""
-        step = rows, kept, seqs, pages
-        if step not in self._sizes:  # most steps are as the one before
-            if len(self._sizes) >= _KEPT_SIZES:
-                self._sizes.clear()
-            self._sizes[step] = self._choose(*step)
-        return self._sizes[step]
+        return self._suited(rows, kept, seqs, pages)
 
-    def _choose(self, rows: int, kept: int, seqs: int, pages: int) -> StepSize | None:
+    def _suiting(self, rows: int, kept: int, seqs: int, pages: int) -> StepSize | None:
         fitting = (
             size
             for size, captured in self._captured.items()
@@ -406,27 +403,47 @@ class CUDAGraphRunner:
         is_due = self._marks is not None and self._marks.is_due()
         return (self._timed.get(size) if is_due else None) or self._captured[size]
 
-    def forward(self, inputs: DecodeInputs) -> Tensor:
+    def is_shared(self, rows: int, kept: int, seqs: int, pages: int) -> bool:
+        """Whether a step's inputs can be published for other processes, as `forward` does when it is told to."""
+        size = self.size_of(rows, kept, seqs, pages)
+        return size is not None and self._captured[size].static.is_shared
+
+    def forward(self, inputs: DecodeInputs, *, is_shared: bool = False) -> Tensor:
         """Run one step, whose inputs are on the CPU. Returns logits [N, V], which are valid until the next step.
 
         The inputs are copied to where the graph was captured with them, then the graph is replayed: the smallest one
         that suits the step. It runs eagerly when none does, which is what a longer block table or a failed capture
-        leave.
+        leave. is_shared: whether other processes get the inputs, and `follow`.
         """
         captured = self._find(inputs)
         if captured is None:
             return self._run_marked(inputs.to(self._device))
+        static = captured.static
+        send = partial(static.publish if is_shared else static.fill, inputs)
+        return self._launch(captured, inputs.num_rows, send)[: inputs.num_kept]
+
+    def follow(self, size: StepSize, slot: int, num_rows: int) -> None:
+        """Run a step of another process that has published its inputs in a slot. Returns once nothing reads the slot,
+        and, of a step that is replayed, at its end: the next one does not come before."""
+        captured, backend = self._captured[size], self._backend
+        self._launch(captured, num_rows, partial(captured.static.take, slot, non_blocking=backend is not None))
+        if backend is not None:
+            backend.wait()
+
+    def _launch(self, captured: _Captured, num_rows: int, send: Callable[[], None]) -> Tensor:
+        """Run a step of num_rows rows with tokens, whose inputs `send` brings. Returns logits of all rows that it may
+        keep."""
         if self._backend is None or captured.graph is None or captured.logits is None:
-            captured.static.fill(inputs)
-            return self._run_marked(captured.static.inputs)[: inputs.num_kept]
+            send()
+            return self._run_marked(captured.static.inputs)
         self._backend.wait()  # the step before may still read its inputs and the number of its tokens
         for work, count in captured.counts:
             work.expect(count)
-            work.set_rows(inputs.num_rows)
-        self._backend.launch(captured.graph, lambda: captured.static.fill(inputs))
+            work.set_rows(num_rows)
+        self._backend.launch(captured.graph, send)
         if self._marks is not None:
             self._marks.launched(captured.marks)
-        return captured.logits[: inputs.num_kept]
+        return captured.logits
 
     def launch_held(self, inputs: DecodeInputs) -> bool:
         """Launch a step while the one before it runs, to go on once `release` brings its tokens: `forward` is not

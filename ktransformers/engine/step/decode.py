@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from ktransformers.cache.paged import PagedCache
 from ktransformers.core import Phase
 from ktransformers.engine.sampling.logits_request import StepLogits
+from ktransformers.engine.step.broadcast import SharedStep, StepBlocks
 from ktransformers.engine.step.context import PREFILL_ROWS
 from ktransformers.engine.step.cuda_graph_runner import CUDAGraphRunner, GraphBackend, StepTimers
 from ktransformers.engine.step.decode_inputs import (
@@ -23,6 +25,7 @@ from ktransformers.engine.step.decode_inputs import (
     StaticInputs,
     StepSize,
     decode_batch_sizes,
+    shared_nbytes,
 )
 from ktransformers.engine.step.forward import ForwardPass, StepInputs
 from ktransformers.engine.step.layout import StepLayout
@@ -35,7 +38,7 @@ from ktransformers.operators.usage import KEPT_ROWS
 from ktransformers.optimize.plan import Plan
 from ktransformers.system.cores import usable_cores
 
-__all__ = ["MAX_GRAPH_ROWS", "DecodeSteps", "why_not_captured"]
+__all__ = ["MAX_GRAPH_ROWS", "DecodeSteps", "PaddedSteps", "why_not_captured"]
 
 logger = logging.getLogger(__name__)
 
@@ -61,43 +64,55 @@ def why_not_captured(plan: Plan, layout: StepLayout) -> str | None:
     return None
 
 
-class DecodeSteps:
-    """Runs steps of up to max_batch_size rows, and others of the sizes in `mixed`, of a model whose layers are on GPUs.
-    Steps with draft tokens run as decode steps of as many rows do.
+@dataclass(frozen=True, slots=True)
+class PaddedSteps:
+    """Which steps are padded: those of up to max_batch_size rows, and others of the sizes in `mixed`. num_pages: of the
+    longest sequence."""
 
-    num_pages: of the longest sequence. backend: None runs steps without capturing them. choices: which sequences latent
-    attention expands, for which steps with prompts, of more rows than decode steps, are left to others.
+    max_batch_size: int
+    num_pages: int
+    mixed: Sequence[StepSize] = ()
+
+
+class DecodeSteps:
+    """Runs padded steps of a model whose layers are on GPUs. Steps with draft tokens run as decode steps of as many
+    rows do.
+
+    backend: None runs steps without capturing them. choices: which sequences latent
+    attention expands, for which steps with prompts, of more rows than decode steps, are left to others. blocks: shared
+    with other processes of the model, which run the same steps.
     """
 
     def __init__(
         self,
         forward: ForwardPass,
         cache: PagedCache,
+        padded: PaddedSteps,
         *,
-        max_batch_size: int,
-        num_pages: int,
         backend: GraphBackend | None,
         progress: Callable[[int, int], None] | None = None,
-        mixed: Sequence[StepSize] = (),
         choices: Sequence[MaterializationPolicy] = (),
+        blocks: StepBlocks | None = None,
     ) -> None:
         layout = forward.layout
         assert layout is not None, "steps on the CPU are not padded"
         self._forward, self._layout, self._cache, self._choices = forward, layout, cache, choices
         device = layout.entry.torch_device
-        self.max_rows, self.mixed = min(max_batch_size, MAX_GRAPH_ROWS), tuple(mixed)
+        self.max_rows, self.mixed = min(padded.max_batch_size, MAX_GRAPH_ROWS), tuple(padded.mixed)
         self._most_kept = max([self.max_rows, *(size.kept for size in self.mixed)])
         self._released: Tensor | None = None  # logits of a step that was launched before its turn
         self._has_lookup_here = False
         self._logits: Tensor | None = None  # of the last step, fp32 [most_kept, V]: what each graph writes to
         self._fetch: LogitsFetch | None = None
-        memory = InputMemory(device)
+        batch_sizes = decode_batch_sizes(self.max_rows)
+        num_pages, has_states = padded.num_pages, cache.states is not None
+        sizes = [*(StepSize(rows, rows) for rows in batch_sizes), *self.mixed]
+        shared = shared_nbytes(sizes, num_pages, layout.width, layout.entry.dtype, has_states=has_states)
+        memory = InputMemory(device, blocks, shared)
         self._graphs = CUDAGraphRunner(
             self._run,
-            decode_batch_sizes(self.max_rows),
-            lambda size: StaticInputs(
-                size, num_pages, memory, layout.width, layout.entry.dtype, has_states=cache.states is not None
-            ),
+            batch_sizes,
+            lambda size: StaticInputs(size, num_pages, memory, layout.width, layout.entry.dtype, has_states=has_states),
             backend,
             lambda: [stream for place in layout.devices for stream in place.async_cpu_experts()],
             progress,
@@ -123,6 +138,11 @@ class DecodeSteps:
         if self._graphs.size_of(rows, num_kept, *context.block_table.shape) is None:
             return False
         return num_kept == rows or not StepRuns.is_materialized(context, self._choices)
+
+    def is_shared(self, context: ForwardContext, num_kept: int) -> bool:
+        """Whether `step` can give other processes a step through memory that they share."""
+        rows = len(context.seq_ids)
+        return rows < STAGED_ROWS and self._graphs.is_shared(rows, num_kept, *context.block_table.shape)
 
     def _run(self, inputs: DecodeInputs) -> Tensor:
         """Logits fp32 [N, V] on the first device, valid until the next run."""
@@ -171,16 +191,19 @@ class DecodeSteps:
         needs: Sequence[int] | None = None,
         launched: Callable[[int], None] = lambda num_rows: None,
         meanwhile: Callable[[], None] = lambda: None,
+        *,
+        is_shared: bool = False,
     ) -> StepLogits:
         """Run a step of T rows that `takes` takes, all on the CPU. launched: called with T once it was launched.
-        meanwhile: called when all is launched that its results take, before these are waited for.
+        meanwhile: called when all is launched that its results take, before these are waited for. is_shared: whether
+        other processes get it through shared memory; raises EngineError when one is gone.
 
         Returns fp32 logits [N, vocab_size] of the rows in `keep` on the CPU, or what `needs` says of each of them
         (engine.sampling.logits_request), valid until the next step.
         """
         on_device, self._released = self._released, None
         if on_device is None:
-            on_device = self.launch(token_ids, positions, context, keep)
+            on_device = self.launch(token_ids, positions, context, keep, is_shared=is_shared)
         launched(len(token_ids))
         if self._fetch is None or len(on_device) > self._most_kept:
             whole = on_device.to("cpu")
@@ -212,7 +235,13 @@ class DecodeSteps:
         """Forget a step that was released and will not be asked for."""
         self._released = None
 
-    def launch(self, token_ids: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor) -> Tensor:
+    def follow(self, step: SharedStep) -> None:
+        """Run a step that another process has published. Returns once nothing reads its slot."""
+        self._graphs.follow(StepSize(step.rows, step.seqs, step.kept), step.slot, step.num_tokens)
+
+    def launch(
+        self, token_ids: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor, *, is_shared: bool = False
+    ) -> Tensor:
         """Launch a step as `step` does, but do not wait for its end: logits on the first device, valid until the next
         step."""
         lookup = self._forward.lookup
@@ -221,7 +250,8 @@ class DecodeSteps:
             self._has_lookup_here = hidden_states.device.type == "cpu"
         else:
             hidden_states = lookup(token_ids)
-        return self._graphs.forward(_inputs_of(hidden_states, token_ids, positions, context, keep))
+        inputs = _inputs_of(hidden_states, token_ids, positions, context, keep)
+        return self._graphs.forward(inputs, is_shared=is_shared)
 
 
 def _inputs_of(

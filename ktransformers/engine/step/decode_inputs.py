@@ -11,15 +11,17 @@ table.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ktransformers.engine.step.broadcast import StepBlocks
 from ktransformers.kernels.types import StateStep
 
 __all__ = [
+    "SHARED_ROWS",
     "DecodeInputs",
     "InputMemory",
     "StaticInputs",
@@ -27,10 +29,18 @@ __all__ = [
     "decode_batch_sizes",
     "draft_sizes",
     "mixed_sizes",
+    "shared_nbytes",
 ]
 
 _FEW_ROWS = 16
 """Up to so many rows attention reads each row's positions apart, whoever they belong to."""
+
+_ONE_THREAD = 32767
+"""Elements up to which torch copies on one thread: to wake others takes longer than to copy the rows of a step."""
+
+SHARED_ROWS = 64
+"""Rows of the largest graph whose inputs are shared: to send a step in a message takes longer, which counts less the
+longer a step is, and memory that is shared is pinned."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -208,13 +218,17 @@ def _aligned(nbytes: int) -> int:
 
 class InputMemory:
     """The memory in which the inputs of graphs lie, one graph's at a time: bytes on a device, and those that are copied
-    there. The latter are there twice, in turns: a step's may be written while those of the step before it are read."""
+    there. The latter are there twice, in turns: a step's may be written while those of the step before it are read.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    blocks: memory of the CPU that the processes of a model share; shared_nbytes: of its largest step. turn: which of
+    the two was written last.
+    """
+
+    def __init__(self, device: torch.device, blocks: StepBlocks | None = None, shared_nbytes: int = 0) -> None:
+        self.device, self.blocks, self.turn = device, blocks, 0
+        self.shared: Sequence[Tensor] = () if blocks is None else blocks.slots(shared_nbytes)
         self._data = torch.empty(0, dtype=torch.uint8)
         self._staged = (self._data, self._data)
-        self.turn = 0
 
     def take(self, nbytes: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return the first bytes of all; of other memory than what was taken before where that does not do."""
@@ -226,6 +240,86 @@ class InputMemory:
 
     def _pinned(self, nbytes: int) -> Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+
+
+class _HostInputs:
+    """The inputs of a graph in memory of the CPU, as arrays: with cold caches these take a fifth less time to write
+    than tensors."""
+
+    def __init__(self, extent: _Extent, data: Tensor) -> None:
+        self.data, views = data, extent.views(data)
+        self._hidden = views.hidden_states
+        self._at_once = max(1, _ONE_THREAD // self._hidden.shape[1])  # rows
+        nbytes = views.hidden_states.nbytes
+        self._hidden_bytes = data[:nbytes].numpy().reshape(len(self._hidden), -1)
+        self._numbers = data[_aligned(nbytes) :].numpy()
+        assert views.token_ids is not None, "extents have all fields"
+        assert views.keep is not None, "extents have all fields"
+        self._positions, self._slot_mapping = views.positions.numpy(), views.slot_mapping.numpy()
+        self._token_ids, self._keep = views.token_ids.numpy(), views.keep.numpy()
+        self._seq_ids, self._kv_lens = views.seq_ids.numpy(), views.kv_lens.numpy()
+        self._block_table = views.block_table.numpy()
+        self._states = None if views.states is None else _HostStates(views.states)
+
+    def pad(self) -> None:
+        """Write rows that hold no token."""
+        self._clear(0)
+
+    def _clear(self, rows: int) -> None:
+        """Pad behind so many rows of hidden states."""
+        self._hidden_bytes[rows:] = 0
+        self._numbers[:] = 0
+        self._slot_mapping[rows:] = -1
+        if self._states is not None:
+            self._states.clear()
+
+    def write(self, source: DecodeInputs, *, has_hidden: bool) -> None:
+        """Write `source` and pad it; has_hidden: with its hidden states."""
+        rows, (seqs, pages) = source.num_rows, source.block_table.shape
+        self._clear(rows if has_hidden else 0)
+        if has_hidden:
+            self._write_hidden(source.hidden_states)
+        self._positions[:rows] = source.positions.numpy()
+        if source.token_ids is not None:
+            self._token_ids[:rows] = source.token_ids.numpy()
+        self._slot_mapping[:rows] = source.slot_mapping.numpy()
+        self._seq_ids[:rows] = source.seq_ids.numpy()
+        self._kv_lens[:rows] = source.kv_lens.numpy()
+        self._block_table[:seqs, :pages] = source.block_table.numpy()
+        self._keep[: source.num_kept] = range(rows) if source.keep is None else source.keep.numpy()
+        if self._states is not None and source.states is not None:
+            self._states.write(source.states)
+
+    def write_tokens(self, hidden_states: Tensor, token_ids: Tensor) -> None:
+        """Write the tokens of a step of which `write` has written all else."""
+        self._write_hidden(hidden_states)
+        self._token_ids[: len(token_ids)] = token_ids.numpy()
+
+    def _write_hidden(self, hidden_states: Tensor) -> None:
+        for first in range(0, len(hidden_states), self._at_once):  # numpy knows no bf16
+            end = first + self._at_once
+            self._hidden[first : min(end, len(hidden_states))] = hidden_states[first:end]
+
+
+class _HostStates:
+    """The StateStep of a graph as arrays: padded with sequences that have no rows, and keep no state."""
+
+    def __init__(self, views: StateStep) -> None:
+        self._first_rows, self._read = views.first_rows.numpy(), views.read_slots.numpy()
+        self._written, self._saved = views.write_slots.numpy(), views.save_slots.numpy()
+
+    def clear(self) -> None:
+        for slots in (self._read, self._written, self._saved):
+            slots[:] = -1
+        self._first_rows[:] = 0
+
+    def write(self, source: StateStep) -> None:
+        seqs, first_rows = source.num_seqs, source.first_rows.numpy()
+        self._first_rows[: seqs + 1] = first_rows
+        self._first_rows[seqs + 1 :] = first_rows[-1]
+        self._read[:seqs] = source.read_slots.numpy()
+        self._written[:seqs] = source.write_slots.numpy()
+        self._saved[: len(source.save_slots)] = source.save_slots.numpy()
 
 
 class StaticInputs:
@@ -249,30 +343,31 @@ class StaticInputs:
         self.size = StepSize(size, size) if isinstance(size, int) else size
         memory = where if isinstance(where, InputMemory) else InputMemory(where)
         extent = _Extent(self.size, num_pages, width, dtype, has_states)
-        self.num_pages, self.device = num_pages, memory.device
-        self._memory = memory
-        self._data, self._staged = memory.take(extent.nbytes)
-        self.inputs, self._hosts = extent.views(self._data), [extent.views(staged) for staged in self._staged]
+        self.num_pages, self.device, self._memory = num_pages, memory.device, memory
+        self._data, staged = memory.take(extent.nbytes)
+        self.inputs, self._hosts = extent.views(self._data), [_HostInputs(extent, one) for one in staged]
+        shared = memory.shared if self.size.rows <= SHARED_ROWS else ()
+        self._shared = [_HostInputs(extent, slot[: extent.nbytes]) for slot in shared]
         self.pad()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes can have these inputs as they are, see `publish`."""
+        return bool(self._shared)
 
     def pad(self) -> None:
         """Fill the inputs with rows that hold no token."""
-        host = self._next_host()
-        host.slot_mapping.fill_(-1)
-        if host.states is not None:
-            _fill_states(host.states, None)
+        self._next_host().pad()
         self.send()
 
-    def _next_host(self) -> DecodeInputs:
-        """The memory that was not used last, zeros."""
-        memory = self._memory
-        memory.turn = 1 - memory.turn
-        self._staged[memory.turn].numpy().fill(0)  # torch would wake its threads for this
-        return self._hosts[memory.turn]
+    def _next_host(self) -> _HostInputs:
+        """The memory that was not written last."""
+        self._memory.turn = 1 - self._memory.turn
+        return self._hosts[self._memory.turn]
 
     def send(self) -> None:
         """Copy what was staged last to the device, in the order of the current stream."""
-        self._data.copy_(self._staged[self._memory.turn], non_blocking=True)
+        self._data.copy_(self._hosts[self._memory.turn].data, non_blocking=True)
 
     def fill(self, source: DecodeInputs) -> None:
         """Take `source`, on the CPU, and pad it. Nothing may still read what was filled in before.
@@ -289,41 +384,31 @@ class StaticInputs:
 
         Hidden states that are elsewhere are left out: `complete` may bring them.
         """
-        rows, (seqs, pages) = source.num_rows, source.block_table.shape
-        host = self._next_host()
-        if source.hidden_states.device.type == "cpu":
-            host.hidden_states[:rows] = source.hidden_states
-        host.positions[:rows] = source.positions
-        if host.token_ids is not None and source.token_ids is not None:
-            host.token_ids[:rows] = source.token_ids
-        host.slot_mapping[:rows] = source.slot_mapping
-        host.slot_mapping[rows:] = -1
-        host.seq_ids[:rows] = source.seq_ids
-        host.kv_lens[:rows] = source.kv_lens
-        host.block_table[:seqs, :pages] = source.block_table
-        if host.keep is not None:
-            host.keep[: source.num_kept] = torch.arange(rows) if source.keep is None else source.keep
-        if host.states is not None:
-            _fill_states(host.states, source.states)
+        self._next_host().write(source, has_hidden=source.hidden_states.device.type == "cpu")
 
     def complete(self, hidden_states: Tensor, token_ids: Tensor) -> None:
-        """Bring a step's tokens to what was staged last, before it is copied: hidden states [T, H] and int64 [T], on
-        the CPU."""
-        host = self._hosts[self._memory.turn]
-        host.hidden_states[: len(hidden_states)] = hidden_states
-        if host.token_ids is not None:
-            host.token_ids[: len(token_ids)] = token_ids
+        """Bring a step's tokens to what was staged last, before it is sent: hidden states [T, H] and int64 [T], on the
+        CPU."""
+        self._hosts[self._memory.turn].write_tokens(hidden_states, token_ids)
+
+    def publish(self, source: DecodeInputs) -> None:
+        """Take `source` as `fill` does, hidden states included, but let other processes `take` it first. Raises
+        EngineError where one of them is gone."""
+        blocks = self._memory.blocks
+        assert blocks is not None, "only inputs in shared memory are published"
+        host = self._shared[blocks.begin()]
+        host.write(source, has_hidden=True)
+        blocks.publish(self.size.rows, self.size.seqs, self.size.kept, source.num_rows)
+        self._data.copy_(host.data, non_blocking=True)
+
+    def take(self, slot: int, *, non_blocking: bool) -> None:
+        """Take what another process has published in a slot of the shared memory."""
+        self._data.copy_(self._shared[slot].data, non_blocking=non_blocking)
 
 
-def _fill_states(host: StateStep, source: StateStep | None) -> None:
-    """Take `source` and pad it: with sequences that have no rows, and keep no state."""
-    for slots in (host.read_slots, host.write_slots, host.save_slots):
-        slots.fill_(-1)
-    host.first_rows.zero_()
-    if source is not None:
-        seqs = source.num_seqs
-        host.first_rows[: seqs + 1] = source.first_rows
-        host.first_rows[seqs + 1 :] = source.first_rows[-1]
-        host.read_slots[:seqs] = source.read_slots
-        host.write_slots[:seqs] = source.write_slots
-        host.save_slots[: len(source.save_slots)] = source.save_slots
+def shared_nbytes(
+    sizes: Iterable[StepSize], num_pages: int, width: int, dtype: torch.dtype, *, has_states: bool
+) -> int:
+    """Bytes that the largest of those steps takes whose inputs can be shared, see StaticInputs."""
+    extents = (_Extent(size, num_pages, width, dtype, has_states) for size in sizes if size.rows <= SHARED_ROWS)
+    return max(extent.nbytes for extent in extents)

@@ -86,10 +86,8 @@ class FusedDecode:
         if last_hidden is not None:
             rows = self.norm(rows)
             last_hidden.keep(rows[0])
-            kept_logits: Tensor = self.head(rows[:, keep])
-            return kept_logits[0]
         kept = rows if keep.shape[0] == rows.shape[1] == 1 else rows[:, keep]  # len() of a tensor is slow Python
-        logits: Tensor = self.head(self.norm(kept))
+        logits: Tensor = self.head(kept if last_hidden is not None else self.norm(kept))
         return logits[0]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from ktransformers.core import EmbeddingForm, Pooling
 from ktransformers.engine.damage.errors import NotFiniteError
@@ -70,8 +71,8 @@ class HiddenStatesHook:
 
 
 class LastHiddenHook:
-    """Forward hook that keeps the hidden states behind the last norm of each step, on the device that computes them,
-    for a drafter.
+    """Keeps the hidden states behind the last norm of each step, on the device that computes them, for a drafter. As a
+    context it hooks the model's own forward: only for as long as that runs, since a hook keeps steps from being fused.
 
     Steps that are replayed run no Python: what is captured copies their rows to memory of their own. replayed_rows:
     most rows of such steps, set before anything is captured; 0: there are none.
@@ -81,7 +82,13 @@ class LastHiddenHook:
         self.replayed_rows = 0
         self._replayed: torch.Tensor | None = None  # [replayed_rows, H]
         self._latest: torch.Tensor | None = None  # of a step that was not replayed
-        model.base_model.register_forward_hook(self._on_output)
+        self._base, self._hooks = model.base_model, list[RemovableHandle]()
+
+    def __enter__(self) -> None:
+        self._hooks.append(self._base.register_forward_hook(self._on_output))
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.pop().remove()
 
     def _on_output(self, module: object, args: object, output: Any) -> None:
         self.keep(output.last_hidden_state[0])

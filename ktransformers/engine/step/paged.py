@@ -279,7 +279,7 @@ class PagedExecutor:
             self._release(is_wanted=False)  # of a step that failed: a GPU that waits for ever ends nothing
         sampling_ns = time.monotonic_ns() - sampling_ns
         scored = [self._score(row, _whole(logits)[at : at + count]) for row, at, count in kept.scored]
-        if self.drafter is not None:
+        if self.drafter is not None and plan.is_observed:
             self.drafter.observe(computed_rows(rows, inputs, results))
         ended_ns = time.monotonic_ns()
         if recorder is not None:

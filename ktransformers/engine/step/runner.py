@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import torch
 
 from ktransformers.engine.sampling.logits_request import StepLogits
-from ktransformers.engine.step.broadcast import StepBroadcast
+from ktransformers.engine.step.broadcast import SharedStep, StepBroadcast
 from ktransformers.engine.step.decode import DecodeSteps
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.gpu_profile import GpuProfile
@@ -101,10 +101,13 @@ class ModelRunner:
         decode = None if self.hook.is_open else self._decode
         if decode is not None and not decode.takes(context, len(keep)):
             decode = None
-        self._begin_step(token_ids, positions, context, keep, is_padded=decode is not None)
+        is_shared = decode is not None and decode.is_shared(context, len(keep))
+        self._begin_step(token_ids, positions, context, keep, is_padded=decode is not None, is_shared=is_shared)
         profile = self._profile
         if decode is not None:
-            logits = decode.step(token_ids, positions, context, keep, needs, self._fetch, self._call_meanwhile)
+            logits = decode.step(
+                token_ids, positions, context, keep, needs, self._fetch, self._call_meanwhile, is_shared=is_shared
+            )
         else:
             inputs = forward.inputs_of(token_ids, positions, context, keep)
             with nullcontext() if profile is None else profile.marked():
@@ -181,6 +184,12 @@ class ModelRunner:
         else:
             self._pass.run(self._pass.inputs_of(token_ids, positions, context, keep))
 
+    @torch.inference_mode()
+    def follow_shared(self, step: SharedStep) -> None:
+        """Run a step of the driver that came through shared memory, see DecodeSteps.follow."""
+        assert self._decode is not None, "all processes of a model capture the same steps"
+        self._decode.follow(step)
+
     def _follow_and_send(
         self,
         send_output: Callable[[int], None],
@@ -228,8 +237,10 @@ class ModelRunner:
         keep: torch.Tensor,
         *,
         is_padded: bool,
+        is_shared: bool = False,
     ) -> None:
-        """Tell the other processes. Raises EngineError when a step has failed here that they went on with."""
+        """Tell the other processes, unless the step comes to them through shared memory. Raises EngineError when a step
+        has failed here that they went on with."""
         if self._broadcast is None:
             return
         if self._num_begun:
@@ -239,7 +250,8 @@ class ModelRunner:
         if self._is_apart:
             raise EngineError("a step has failed in one of several processes; the engine has to be started anew")
         self._is_apart = True
-        self._broadcast(token_ids, positions, context, keep, is_padded)
+        if not is_shared:
+            self._broadcast(token_ids, positions, context, keep, is_padded)
 
     def _fetch(self, num_rows: int) -> None:
         """Let what a step that was launched leaves on GPUs come with its results."""

@@ -209,8 +209,8 @@ class KTransformersExperts(Operator):
             return None  # a type that no kernel reads: they stay on the CPU
 
     def is_divided(self, source: WeightSource) -> bool:
-        """Whether each of several processes has a part of these experts: on a GPU, where they can be divided."""
-        return self.device.is_gpu and self._experts.columns(self._experts.find(source)) is not None
+        """Whether each of several processes has a part of these experts: whichever path takes a step."""
+        return all(path.divides(source) for path in self.paths)
 
     def streamed_nbytes(self, source: WeightSource) -> tuple[int, int] | None:
         """Return the bytes of one expert on the CPU and of all experts' biases; None when they cannot be streamed from

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 from ktransformers.scheduler.drafting.acceptance import AcceptanceRates
 from ktransformers.scheduler.drafting.prompt_lookup import PromptLookup
-from ktransformers.scheduler.records import UNKNOWN
 
 __all__ = ["MAX_STREAK", "EngineDrafts"]
 
@@ -30,7 +29,6 @@ class EngineDrafts:
 
     def __init__(self, lookup: PromptLookup, rates: AcceptanceRates) -> None:
         self._lookup, self._rates = lookup, rates
-        self._is_copied = False  # what it drafted last
         self.streak = 0
 
     def __len__(self) -> int:
@@ -38,7 +36,7 @@ class EngineDrafts:
         return len(self._lookup)
 
     def add(self, token_id: int) -> bool | None:
-        """Take a token, see Drafter.add. Whether the engine drafted it, and rightly, is what `took` is told."""
+        """Take a token, see Drafter.add. What became of the engine's draft tokens is for `took`."""
         return self._lookup.add(token_id)
 
     def extend(self, token_ids: Sequence[int]) -> None:
@@ -46,26 +44,24 @@ class EngineDrafts:
         self._lookup.extend(token_ids)
 
     def copies(self, most: int) -> bool:
-        """Whether its first `most` draft tokens are copied from the text, which takes no time."""
+        """Whether its first `most` draft tokens are copied from the text, which takes no time, see Drafter.copies."""
         return sum(self._lookup.chances(most)) > sum(self._rates.chances(self.streak, most))
 
     def chances(self, most: int) -> list[float]:
         """Return the chances of the first `most` draft tokens, see Drafter.chances."""
-        return max(self._rates.chances(self.streak, most), self._lookup.chances(most), key=sum)
+        return self._lookup.chances(most) if self.copies(most) else self._rates.chances(self.streak, most)
 
     def later(self, most: int) -> tuple[float, list[float]]:
         """Return the chances behind the next token, see Drafter.later: the engine's are the same, whatever that is."""
-        return max((1.0, self._rates.chances(self.streak, most)), self._lookup.later(most), key=lambda one: sum(one[1]))
+        return self._lookup.later(most) if self.copies(most) else (1.0, self._rates.chances(self.streak, most))
 
     def draft(self, most: int) -> list[int]:
-        """Return `most` tokens: copied ones, or places that the engine fills in."""
-        self._is_copied = self.copies(most)
-        return self._lookup.draft(most) if self._is_copied else [UNKNOWN] * most
+        """Return `most` tokens that are copied from the text."""
+        return self._lookup.draft(most)
 
     def took(self, num_drafted: int, num_accepted: int, *, is_cut: bool) -> None:
-        """Learn from a step. is_cut: the answer ended there, which says nothing of tokens that were not accepted."""
-        if self._is_copied:
-            return  # of which `lookup` learns by itself
+        """Learn of draft tokens that the engine found: `lookup` learns of its own by itself. is_cut: the answer ended
+        there, which says nothing of tokens that were not accepted."""
         for depth in range(num_accepted):
             self._rates.add(self.streak, True, depth)
         if num_accepted == num_drafted or is_cut:

@@ -13,18 +13,18 @@ found out, by timing each number of rows (row_costs.py) and by comparing drafts 
 Where the engine finds the drafts (engine_drafts.py), each further one of a step's longest draft takes it a step of its
 own, whose time is measured, too. Nothing is learnt of drafts that are not run, so that a few always are.
 
-Looking for drafts takes time, too, which counts where steps take less than a millisecond. Where hardly any is accepted
-it pauses for as long as that makes it cheap.
+Looking for drafts in the text takes time, too, which counts where steps take less than a few milliseconds. So a
+sequence has a number of looks: each takes one of them, each accepted draft token brings some back. Without any left it
+rests: it is looked at every few steps, with all others, so that this takes the share _MOST_TIME of a step's time. What
+is copied goes on for longer than that. Nor are all steps timed where none has draft tokens.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
-from ktransformers.scheduler.batch import PlannedStep
+from ktransformers.scheduler.batch import PlannedRow, PlannedStep
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.drafting.acceptance import AcceptanceRates
 from ktransformers.scheduler.drafting.engine_drafts import MAX_STREAK, EngineDrafts
@@ -32,40 +32,32 @@ from ktransformers.scheduler.drafting.prompt_lookup import MAX_MATCH, PromptLook
 from ktransformers.scheduler.drafting.row_costs import DraftCost, RowCosts
 from ktransformers.scheduler.records import UNKNOWN
 from ktransformers.scheduler.sequence import Drafter, Sequence
+from ktransformers.scheduler.step_times import size_of
 
 __all__ = ["MARGIN", "DraftPlanner"]
 
 MARGIN = 1.05
 """How many times as fast answers must become, in the mean: what is known of times and acceptance is not exact."""
 
-_PROBE = 128
-"""Steps of decodes after which the engine drafts once more, though it did not pay: texts change."""
+_PROBE, _LONGEST_PROBE = 128, 4096
+"""Steps of decodes after which the engine drafts once more, though it did not pay: texts change. After each time that
+its token was wrong twice as many; where it was right it goes on at once."""
 
-_WINDOW = 32
-"""Steps after which it is decided whether to pause."""
+_OBSERVED = 16
+"""Steps behind and before one with draft tokens that an MTP layer is shown. It has nothing of the others: what it sees
+of the target makes up for that, and running it for all tokens costs more than a few drafts would."""
 
-_FEW = 0.05
-"""The share of tokens that were accepted below which there may be a pause."""
+_TRIES = 4
+"""Steps with draft tokens of a size, soon after one another, of whose times the least is the first that counts: where
+such steps are rare they find nothing in caches, and what seems slow is not tried again for long."""
 
-_LOOKUP_SECONDS, _MOST_TIME = 15e-6, 0.005
-"""What drafting takes a sequence and step, and the share of a step's time that it may take for nothing."""
+_FIRST_LOOKS, _MOST_LOOKS, _SAVED = 8, 32, 0.25
+"""Looks that a sequence has at first, half of those that the one before it had if nothing was accepted since, and at
+most; and the share of a token's time that an accepted draft token is taken to save, in which as many looks as it brings
+back may take place."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Draft:
-    """The depth'th draft token of the index'th sequence, and the logarithm of what that has more tokens by it."""
-
-    index: int
-    depth: int
-    gain: float
-
-
-def _drafts_of(index: int, chances: Seq[float]) -> Iterator[_Draft]:
-    """The draft tokens of a sequence, each of less gain than the one before."""
-    tokens = 1.0
-    for depth, chance in enumerate(chances):
-        yield _Draft(index, depth, math.log1p(chance / tokens))
-        tokens += chance
+_LOOK_SECONDS, _MOST_TIME, _LONGEST_REST = 20e-6, 0.005, 32
+"""What a look takes at the end of a rest, the share of a step's time that it may take, and the most steps of a rest."""
 
 
 class DraftPlanner:
@@ -77,77 +69,129 @@ class DraftPlanner:
         self._rates, self._costs = AcceptanceRates(MAX_MATCH), RowCosts(max_rows)
         self._by_engine = config.drafts_in_engine
         self._engine_rates, self._draft_cost = AcceptanceRates(MAX_STREAK, max(self.most - 1, 1)), DraftCost()
-        self._num_undrafted = 0  # steps since the engine last drafted
-        self._has_drafted = False  # in the last step
-        self._num_steps = self._num_tokens = self._num_accepted = 0  # of the window
-        self._pause = 0  # steps that are left of it
+        self._has_layer, self._probe, self._is_probing = config.drafter == "mtp", _PROBE, False
+        self._num_undrafted = 0  # steps since the engine last drafted, where it does
+        self._first_looks, self._looks_per_token = float(_FIRST_LOOKS), 1.0
+        self._num_untimed = self._untimed_rows = 0  # steps of so many rows to come that are not timed
+        self._rest, self._all_rest = 0, False  # steps to come in which few sequences are looked at, or none
+        self._alone = (1, 0.0)  # rows and seconds of the last step without draft tokens that was timed
+        self._tries: dict[int, list[float]] = {}  # of steps with draft tokens, by size: what the first ones took
 
-    def add_token(self, seq: Sequence, *, is_accepted: bool) -> None:
-        """Note that an answer has a token more. Its draft is compared with it, whether a step ran that or not."""
-        if seq.params.max_drafts != 0:
-            self._num_tokens += 1
-            self._num_accepted += is_accepted
-        if seq.drafter is not None and not self._pause and len(seq.drafter) == seq.known_len - 1:
-            seq.drafter.add(seq.token_ids[-1])
-
-    def add_row(self, seq: Sequence, num_drafted: int, num_accepted: int, *, is_cut: bool) -> None:
+    def add_row(self, row: PlannedRow, num_accepted: int, *, is_cut: bool) -> None:
         """Note what became of a row's draft tokens. is_cut: the answer ended, so that some were not looked at."""
-        if isinstance(seq.drafter, EngineDrafts):
-            seq.drafter.took(num_drafted, num_accepted, is_cut=is_cut)
+        seq = row.seq
+        if num_accepted:
+            self._first_looks, self._all_rest = float(_FIRST_LOOKS), False
+            seq.num_looks = min(max(seq.num_looks, 0) + self._looks_per_token * num_accepted, _MOST_LOOKS)
+        if isinstance(seq.drafter, EngineDrafts) and row.drafts[-1] == UNKNOWN:
+            seq.drafter.took(len(row.drafts), num_accepted, is_cut=is_cut)
+            if num_accepted:
+                self._probe = _PROBE
+                self._num_undrafted += self._is_probing * _PROBE
 
     def add_step(self, step: PlannedStep, seconds: float, draft_seconds: float = 0.0) -> None:
         """Note what a step took, with all that lies between steps, and what of that the engine took to find draft
         tokens. The step's tokens come later."""
-        has_drafted, self._has_drafted = self._has_drafted, False
-        if not self.most or not all(row.is_decode for row in step.rows):
+        if self._num_untimed and not step.num_drafted and len(step.rows) == self._untimed_rows:
+            self._num_untimed -= 1
             return
-        deepest = max((len(row.drafts) for row in step.rows), default=0)
-        self._costs.add(step.num_rows, seconds - draft_seconds, is_ahead=step.is_ahead, is_drafted=deepest > 0)
+        if not self.most or not step.rows or not all(row.is_decode for row in step.rows):
+            return
+        num_rows = len(step.rows) + step.num_drafted
+        self._num_undrafted += 1
+        counted: float | None = seconds
+        if step.num_drafted:
+            counted = self._drafted(step, num_rows, seconds - draft_seconds, draft_seconds)
+        else:
+            self._alone = num_rows, seconds
+        if counted is not None:
+            self._costs.add(num_rows, counted, is_ahead=step.is_ahead, is_drafted=step.num_drafted > 0)
+            self._num_untimed, self._untimed_rows = self._costs.skip(num_rows), num_rows
+            self._num_undrafted += self._num_untimed
+
+    def _drafted(self, step: PlannedStep, num_rows: int, seconds: float, draft_seconds: float) -> float | None:
+        """Note a step with draft tokens. Returns the seconds that count for its size, None for its first ones."""
         found = max((len(row.drafts) for row in step.rows if row.drafts and row.drafts[-1] == UNKNOWN), default=0)
-        if found and draft_seconds > 0:  # copies of the text cost the engine nothing
-            self._draft_cost.add(found, draft_seconds, is_behind=not has_drafted)
-            self._has_drafted = True
-        if self._by_engine:
-            self._num_undrafted = 0 if found else self._num_undrafted + 1
-            return
-        if self._pause:
-            self._pause -= 1
-            return
-        self._num_steps += 1
-        if self._num_steps == _WINDOW:
-            if self._num_accepted < _FEW * self._num_tokens and seconds > 0:
-                share = len(step.rows) * _LOOKUP_SECONDS / seconds
-                self._pause = round(_WINDOW * max(share / _MOST_TIME - 1.0, 0.0))
-            self._num_steps = self._num_tokens = self._num_accepted = 0
+        if found:
+            if draft_seconds > 0:
+                self._draft_cost.add(found, draft_seconds, is_behind=self._num_undrafted > 1)
+            self._num_undrafted = 0
+        if self._costs.knows(num_rows):
+            return seconds
+        size = size_of(num_rows)
+        tries = self._tries[size] = [*self._tries.get(size, ()), seconds]
+        if len(tries) == _TRIES:
+            del self._tries[size]
+            return min(tries)
+        self._all_rest = False
+        for row in step.rows:
+            row.seq.num_looks = max(row.seq.num_looks, 2.0)
+        return None
 
     def drafts(self, decodes: Seq[Sequence], prefills: Seq[Sequence]) -> list[list[int]]:
         """Return the draft tokens that the next step is to run for each of these sequences.
 
         None beside prompts, which use the time better, nor where the last token of a sequence is not known yet.
         """
-        if not self.most or self._pause or prefills or not self._may_pay(decodes):
-            return [[] for _ in decodes]
-        counts, _ = self._counts([self._chances(seq, self._most_of(seq)) for seq in decodes], self._costly(decodes))
+        none: list[list[int]] = [[]] * len(decodes)
+        awake = self._awake(decodes, prefills)
+        if not awake or any(seq.run is None or seq.run.num_pending or not seq.completion_len for seq in decodes):
+            return none
+        chances = [self._chances(seq) if seq in awake else [] for seq in decodes]
+        self._look(awake)
+        if not any(chances) or not self._knows_alone(len(decodes)):
+            return none
+        likeliest = max(one[0] if one else 0.0 for one in chances)
+        if likeliest <= self._costs.least_chance(len(decodes), MARGIN) and not self._is_due:
+            return none
+        costly: Seq[bool] = self._costly(decodes, chances)
+        counts, _ = self._counts(chances, costly)
+        self._is_probing = False
         if self._is_due and not any(counts):
             self._engine_rates.doubt()
-            self._num_undrafted = 0  # tried, whether there is room for it or not
-            counts = [int(self._most_of(seq) > 0) for seq in decodes]
-        return [self._drafter(seq).draft(count) if count else [] for seq, count in zip(decodes, counts, strict=True)]
+            self._num_undrafted, self._is_probing = 0, True  # tried, whether there is room for it or not
+            self._probe = min(2 * self._probe, _LONGEST_PROBE)
+            costly = [self._most_of(seq) > 0 for seq in decodes]
+            counts = [int(one) for one in costly]
+        return [
+            [] if not count else [UNKNOWN] * count if is_costly else self._drafter(seq).draft(count)
+            for seq, count, is_costly in zip(decodes, counts, costly, strict=True)
+        ]
 
-    def _may_pay(self, decodes: Seq[Sequence]) -> bool:
-        """Whether all last tokens are known, and any draft token is likely enough. Most steps end here."""
-        if not self._costs.knows(len(decodes)):
-            return False  # what a step without drafts takes has to be known first
-        likeliest = 0.0
-        for seq in decodes:
-            if seq.run is None or seq.run.num_pending or not seq.completion_len:
-                return False
-            likeliest = max(likeliest, *self._chances(seq, min(self._most_of(seq), 1)), 0.0)
-        return likeliest > self._costs.least_chance(len(decodes), MARGIN) or self._is_due
+    def _awake(self, decodes: Seq[Sequence], prefills: Seq[Sequence]) -> set[Sequence]:
+        """Those that are looked at. Where nothing pays, most steps end here."""
+        if not self.most or prefills:
+            self._all_rest = False  # those of prompts do not
+            return set()
+        if self._rest <= 0:
+            return set(decodes)
+        self._rest -= 1
+        return set() if self._all_rest else {seq for seq in decodes if seq.num_looks > 0}
+
+    def _knows_alone(self, num_rows: int) -> bool:
+        """Whether it is known what a step without draft tokens takes now."""
+        return self._costs.knows(num_rows) and not self._costs.is_stale(num_rows)
+
+    def _look(self, awake: set[Sequence]) -> None:
+        """Count that these were looked at, and say when all are again."""
+        self._all_rest = True
+        for seq in awake:
+            seq.num_looks -= 1
+            self._all_rest &= seq.num_looks <= 0
+        num_rows, seconds = self._alone
+        if self._rest <= 0 < seconds:
+            looks = seconds / num_rows / _LOOK_SECONDS  # as long as a token of an answer takes
+            self._rest = min(round(1.0 / (_MOST_TIME * looks)), _LONGEST_REST)
+            self._looks_per_token = max(_SAVED * looks, 1.0)
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether the engine's drafter is shown the next step, see StepPlan."""
+        return not self._has_layer or not _OBSERVED <= self._num_undrafted < self._probe - _OBSERVED
 
     @property
     def _is_due(self) -> bool:
-        return self._num_undrafted >= _PROBE
+        return self._by_engine and self._num_undrafted >= self._probe
 
     def awaits_tokens(self, running: Seq[Sequence], decodes: Seq[Sequence], prefills: Seq[Sequence]) -> bool:
         """Whether the step in flight is to be committed before the next one is planned: it runs draft tokens, or the
@@ -159,29 +203,38 @@ class DraftPlanner:
             return False
         if any(seq.run is not None and seq.run.num_drafted for seq in running):
             return True
-        if prefills or self._pause:
+        awake = self._awake(decodes, prefills)
+        if not awake or not self._knows_alone(len(decodes)):
             return False
         chances, firsts, costs = list[list[float]](), list[float](), self._costs
         for seq in decodes:
-            most = self._most_of(seq)
+            most = self._most_of(seq) if seq in awake else 0
             first, later = self._drafter(seq).later(most) if most else (1.0, [])
             chances.append(later)
             firsts.append(first)
-        counts, gain = self._counts(chances, self._costly(decodes))
-        if not any(counts):
-            return self._is_due and any(self._most_of(seq) for seq in decodes)
-        first = min(chance for chance, count in zip(firsts, counts, strict=True) if count)
-        # One wait is lost for sure. Drafts that are right `first` of the time go on for 1 / (1 - first) steps.
-        lost = len(decodes) * math.log1p(costs.wait / costs.seconds(len(decodes)))
-        return first * gain > (1.0 - first) * lost
+        self._look(awake)
+        counts, gain = self._counts(chances, self._costly(decodes, chances))
+        is_awaited = self._is_due and any(self._most_of(seq) for seq in decodes)
+        if any(counts):
+            first = min(chance for chance, count in zip(firsts, counts, strict=True) if count)
+            # One wait is lost for sure. Drafts that are right `first` of the time go on for 1 / (1 - first) steps.
+            lost = len(decodes) * math.log1p(costs.wait / costs.seconds(len(decodes)))
+            is_awaited = first * gain > (1.0 - first) * lost
+        if is_awaited:
+            self._rest = 0  # they are looked at again then
+        return is_awaited
 
     def _drafter(self, seq: Sequence) -> Drafter:
         drafter = seq.drafter
         if drafter is None:
             lookup = PromptLookup(seq.token_ids, self._rates, seq.request.prediction_ids)
             drafter = EngineDrafts(lookup, self._engine_rates) if self._by_engine else lookup
-            seq.drafter = drafter
-        elif len(drafter) < seq.known_len:  # behind a pause
+            seq.drafter, seq.num_looks = drafter, self._first_looks
+            self._first_looks = max(self._first_looks / 2, 1.0)
+        elif seq.num_looks > 0 or len(drafter) == seq.known_len - 1:
+            for token_id in seq.token_ids[len(drafter) :]:
+                drafter.add(token_id)
+        elif len(drafter) < seq.known_len:
             drafter.extend(seq.token_ids[len(drafter) :])
         return drafter
 
@@ -191,14 +244,15 @@ class DraftPlanner:
         most = self.most if asked is None else min(asked, self.most)
         return max(min(most, seq.limit_len - seq.known_len - 1), 0)
 
-    def _chances(self, seq: Sequence, count: int) -> list[float]:
-        """Of its first 1, 2, ... count draft tokens, to be all accepted."""
-        return self._drafter(seq).chances(count) if count > 0 else []
+    def _chances(self, seq: Sequence) -> list[float]:
+        """Of its first 1, 2, ... draft tokens, to be all accepted."""
+        most = self._most_of(seq)
+        return self._drafter(seq).chances(most) if most else []
 
-    def _costly(self, seqs: Seq[Sequence]) -> list[bool]:
-        """Of each sequence, whether the engine has to find its draft tokens."""
-        drafters = ((seq.drafter, self._most_of(seq)) for seq in seqs)
-        return [isinstance(drafter, EngineDrafts) and not drafter.copies(most) for drafter, most in drafters]
+    def _costly(self, seqs: Seq[Sequence], chances: Seq[Seq[float]]) -> list[bool]:
+        """Of each sequence, whether the engine has to find the draft tokens of these chances."""
+        found = zip(seqs, chances, strict=True)
+        return [bool(one) and not self._drafter(seq).copies(self._most_of(seq)) for seq, one in found]
 
     def _counts(self, chances: list[list[float]], costly: Seq[bool]) -> tuple[list[int], float]:
         """How many draft tokens each sequence gets, and the logarithm of how many times as fast all of them together
@@ -206,17 +260,23 @@ class DraftPlanner:
         counts, rows, costs = [0] * len(chances), len(chances), self._costs
         if not any(chances) or not costs.knows(rows):
             return counts, 0.0
-        drafts = [draft for i, one in enumerate(chances) for draft in _drafts_of(i, one)]
-        drafts.sort(key=lambda draft: (-draft.gain, draft.depth))
-        gain, best, chosen, alone = 0.0, rows * math.log(MARGIN), 0, costs.seconds(rows)
-        deepest, per_step = 0, self._draft_cost.seconds
-        for num, draft in enumerate(drafts[: min(self._chunk_size, costs.most_rows) - rows], 1):
-            gain += draft.gain
-            if costly[draft.index]:
-                deepest = max(deepest, draft.depth + 1)
-            left = gain - rows * math.log((costs.seconds(rows, num) + deepest * per_step) / alone)
-            if left > best:
-                best, chosen = left, num
-        for draft in drafts[:chosen]:
-            counts[draft.index] = max(counts[draft.index], draft.depth + 1)
+        drafts = list[tuple[float, int, int]]()  # what a token gains, negative; its depth, and whose it is
+        for index, one in enumerate(chances):
+            tokens = 1.0
+            for depth, chance in enumerate(one):
+                drafts.append((-math.log1p(chance / tokens), depth, index))
+                tokens += chance
+        drafts.sort()
+        gain, best, chosen, losses = 0.0, rows * math.log(MARGIN), 0, costs.losses(rows)
+        deepest, per_step = 0, self._draft_cost.seconds / costs.seconds(rows)
+        for num, (less, depth, index) in enumerate(drafts[: min(self._chunk_size - rows, len(losses) - 1)], 1):
+            gain, loss = gain - less, losses[num]
+            if costly[index]:
+                deepest = max(deepest, depth + 1)
+            if deepest:
+                loss = rows * math.log(math.exp(loss / rows) + deepest * per_step)
+            if gain - loss > best:
+                best, chosen = gain - loss, num
+        for _, depth, index in drafts[:chosen]:
+            counts[index] = max(counts[index], depth + 1)
         return counts, best if chosen else 0.0

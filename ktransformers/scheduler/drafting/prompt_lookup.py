@@ -33,6 +33,9 @@ MAX_CANDIDATES = 8
 PACE = 4096
 """Tokens that are put into chains at a time, which takes a millisecond: a long prompt is not drafted from at once."""
 
+_SPREAD = 0x9E3779B1
+"""What the first of two tokens is multiplied by in their hash."""
+
 _LIKELY = 0.5
 """The chance of a draft token from which on it is worth waiting to see whether it is right."""
 
@@ -92,6 +95,8 @@ class PromptLookup:
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Take several tokens, see Drafter.extend."""
+        if self.match_len:
+            self._rates.add(self.match_len, self._ids[self._next] == token_ids[0])
         self._ids.extend(token_ids)
         self._link()
         self._find()
@@ -104,6 +109,10 @@ class PromptLookup:
         """Return the chances behind the next token, see Drafter.later."""
         return behind_next(self.chances(most + 1))
 
+    def copies(self, most: int) -> bool:
+        """Return True: no draft token is left to the engine, see Drafter.copies."""
+        return True
+
     def draft(self, most: int) -> list[int]:
         """Return `most` tokens that may come next, none without a match. Where they reach the sequence's end they begin
         anew: what repeats goes on repeating."""
@@ -115,15 +124,13 @@ class PromptLookup:
             found.append(found[i - period])
         return found
 
-    def _hash(self, place: int) -> int:
-        return (self._ids[place - 2] * 0x9E3779B1 + self._ids[place - 1]) & self._mask
-
     def _link(self) -> None:
         """Put places into their chains, up to PACE of them."""
-        for place in range(len(self._before), min(len(self._ids), len(self._before) + PACE)):
-            chain = self._hash(place)
-            self._before.append(self._latest[chain])
-            self._latest[chain] = place
+        ids, latest, before, mask = self._ids, self._latest, self._before, self._mask
+        for place in range(len(before), min(len(ids), len(before) + PACE)):
+            chain = (ids[place - 2] * _SPREAD + ids[place - 1]) & mask
+            before.append(latest[chain])
+            latest[chain] = place
 
     def _find(self) -> None:
         """Find the longest match among the latest places of its chain, the latest of several."""
@@ -131,7 +138,8 @@ class PromptLookup:
         ids, size, before = self._ids, len(self._ids), self._before
         if size < MIN_MATCH or len(before) < size:
             return  # or it is not all in chains yet
-        place, last, last_but_one = self._latest[self._hash(size)], ids[-1], ids[-2]
+        last, last_but_one = ids[-1], ids[-2]
+        place = self._latest[(last_but_one * _SPREAD + last) & self._mask]
         for _ in range(MAX_CANDIDATES):
             if place < 0:
                 break

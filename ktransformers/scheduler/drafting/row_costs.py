@@ -1,8 +1,10 @@
 """Learns what steps of decodes take by their rows, drafted ones among them. Reads no clock.
 
-Sizes and medians are as in step_times.py: half powers of two, the last few times of each. Between sizes that were timed
-of late, steps take what lies on the line through both. Beyond the largest a row is taken to cost a little less than the
-last one did: sizes up to twice as large are tried where that would pay, once, and known from then on.
+Sizes are as in step_times.py, half powers of two. Of the last few times of each the second least counts: what else the
+machine does only ever adds to them, and a median of a busy moment would make draft tokens look cheap until steps
+without any are run again. So they are, now and then. Between sizes that were timed of late, steps take what lies on the
+line through both. Beyond the largest a row is taken to cost a little less than the last one did: sizes up to twice as
+large are tried where that would pay, a few times, and known from then on.
 
 Where steps are planned ahead, those with draft tokens are not: what they draw has to be known before the next step is
 planned, and so has what is drawn before they are planned. Meanwhile nothing is computed:
@@ -26,10 +28,10 @@ from ktransformers.scheduler.step_times import pooled, size_of
 __all__ = ["DraftCost", "RowCosts"]
 
 _KEPT = 7
-"""Times of a size that count: their median does."""
+"""Times of a size that count."""
 
-_REFRESH = 8
-"""Steps after which more times of a size count that has enough of them."""
+_REFRESH = 16
+"""Of a size that has enough times, the steps after which another one counts."""
 
 _LIFETIME = 1024
 """Steps after which the times of a size are forgotten: contexts grow, loads change."""
@@ -39,6 +41,9 @@ _NUM_WAITS = 15
 
 _LEAST_SHARE = 0.1
 """Of a step that waited, the share that is its own at least: waits were learnt of steps of other sizes, too."""
+
+_STALE = 32
+"""Steps after which steps without draft tokens have to be timed again, to be compared with."""
 
 _FIRST_SLOPE, _LATER_SLOPE = 0.1, 0.9
 """What a row more is assumed to add: of what a row takes, where nothing larger is known; of what the last one did."""
@@ -74,10 +79,23 @@ class RowCosts:
         self._waits: deque[float] = deque(maxlen=_NUM_WAITS)
         self._plans_ahead, self.wait = False, 0.0
         self._last: dict[int, int] = {}  # the step in which a size was last timed
-        self._most, self._num_steps = most_rows, 0
-        self._medians: dict[int, float] = {}  # by size
-        self._line: list[float] = []  # by rows, as far as it is told
+        self._most, self._num_steps, self._last_drafted = most_rows, 0, -_REFRESH
+        self._sizes = [0, *map(size_of, range(1, most_rows + 1))]  # by rows
+        self._seconds: dict[int, float] = {}  # by size
+        self._drawn: list[float] = []  # by rows, as far as it is told
+        self._is_due = False  # it is to be drawn anew before it is used
         self._least: dict[tuple[int, float], float] = {}
+        self._losses: dict[int, list[float]] = {}
+
+    def skip(self, rows: int) -> int:
+        """Return how many steps without draft tokens, behind one of `rows` rows, need not be timed: of these enough is
+        known, and no draft tokens were run lately. They count as steps."""
+        times = self._times.get(self._sizes[rows], ()) if rows <= self._most else ()
+        if len(times) < _KEPT or self._num_steps - self._last_drafted < _REFRESH:
+            return 0
+        left = _REFRESH - 1 - self._num_steps % _REFRESH
+        self._num_steps += left
+        return left
 
     def add(self, rows: int, seconds: float, *, is_ahead: bool = False, is_drafted: bool = False) -> None:
         """Note what a step of `rows` rows took, from the end of the one before it.
@@ -88,7 +106,9 @@ class RowCosts:
         if not 0 < rows <= self._most or seconds <= 0:
             return
         self._plans_ahead |= is_ahead
-        size, has_waited = size_of(rows), self._plans_ahead and not is_ahead
+        if is_drafted:
+            self._last_drafted = self._num_steps
+        size, has_waited = self._sizes[rows], self._plans_ahead and not is_ahead
         if has_waited and not is_drafted:
             self._add_wait(size, seconds)
             return
@@ -98,58 +118,81 @@ class RowCosts:
         times.append((rows, seconds, has_waited))
         self._last[size] = self._num_steps
         if len(times) < _KEPT or self._num_steps % _REFRESH == 0:
+            self._is_due = True
+
+    @property
+    def _line(self) -> list[float]:
+        """Seconds by rows, of the times that are not too old."""
+        if self._is_due:
             for old in [size for size, last in self._last.items() if self._num_steps - last > _LIFETIME]:
                 del self._times[old], self._last[old]
-            self._line, self._least = self._drawn(), {}
+            self._drawn, self._least, self._losses, self._is_due = self._redrawn(), {}, {}, False
+        return self._drawn
 
     def _add_wait(self, size: int, seconds: float) -> None:
         """Of a step without draft tokens that began behind a wait: how much longer it took than those of its size."""
-        alone = self._medians.get(size)
+        alone = self._seconds.get(size) if self._line else None
         if alone is not None:
             self._waits.append(seconds - alone)
-            self.wait, self._least = max(median(self._waits), 0.0), {}
+            self.wait, self._least, self._losses = max(median(self._waits), 0.0), {}, {}
 
     def knows(self, rows: int) -> bool:
         """Whether steps of about so many rows were timed of late."""
-        return rows > 0 and size_of(rows) in self._times and rows < len(self._line)
+        return rows > 0 and rows < len(self._line) and self._sizes[rows] in self._times
+
+    def is_stale(self, rows: int) -> bool:
+        """Whether steps of about so many rows, of which `knows` is true, are to be timed again before others are
+        compared with them."""
+        return self._num_steps - self._last[self._sizes[rows]] > _STALE
 
     @property
     def most_rows(self) -> int:
         """The largest size that `seconds` says anything of: twice what was timed of late."""
-        return len(self._line) - 1 if self._line else 0
+        return max(len(self._line) - 1, 0)
 
     def seconds(self, rows: int, more: int = 0) -> float:
         """Return the seconds of a step of `rows` rows and `more` draft tokens, up to most_rows together, as far as they
         can be told; `knows` is true of `rows`. What other sizes took says what more rows add, not what these take:
         loads change meanwhile."""
-        alone = self._medians.get(size_of(rows), self._line[rows])
-        return alone + self._line[rows + more] - self._line[rows] + (self.wait if more else 0.0)
+        line = self._line
+        alone = self._seconds.get(self._sizes[rows], line[rows])
+        return alone + line[rows + more] - line[rows] + (self.wait if more else 0.0)
+
+    def losses(self, rows: int) -> list[float]:
+        """Return what 0, 1, ... draft tokens beside so many rows, of which `knows` is true, lose as far as that can be
+        told: `rows` times the logarithm of how many times as long the step takes. Kept until times are added."""
+        alone, line = self.seconds(rows), self._line
+        found = self._losses.get(rows)
+        if found is None:
+            here, ends = line[rows], line[rows + 1 :]
+            found = [rows * math.log1p((end - here + self.wait) / alone) for end in ends]
+            found = self._losses[rows] = [0.0, *found]
+        return found
 
     def least_chance(self, rows: int, margin: float) -> float:
         """Return the chance that a draft token must have for any to pay beside so many rows, of which `knows` is true:
-        answers are then `margin` times as fast in the mean, see planner.py. Kept until times are added: most steps ask
-        no more than this."""
-        least = self._least.get((rows, margin))
+        answers are then `margin` times as fast in the mean, see planner.py. Kept as `losses` are: most steps ask no
+        more than this."""
+        losses, least = self.losses(rows), self._least.get((rows, margin))
         if least is None:
-            alone, counts = self.seconds(rows), range(1, self.most_rows - rows + 1)
-            gains = (math.log(margin * self.seconds(rows, num) / alone) * rows / num for num in counts)
-            least = math.expm1(min(gains, default=1.0))
-            self._least[rows, margin] = least
+            more = rows * math.log(margin)
+            gains = [(more + loss) / num for num, loss in enumerate(losses) if num]
+            least = self._least[rows, margin] = math.expm1(min(gains, default=1.0))
         return least
 
-    def _median(self, times: Iterable[tuple[int, float, bool]]) -> float:
-        """Of the times of a size, without waiting."""
+    def _usual(self, times: Iterable[tuple[int, float, bool]]) -> float:
+        """The second least of the times of a size, without waiting; the least of two."""
         wait, least = self.wait, _LEAST_SHARE
-        own = (max(seconds - wait, least * seconds) if has_waited else seconds for _, seconds, has_waited in times)
-        return median(own)
+        own = [max(seconds - wait, least * seconds) if has_waited else seconds for _, seconds, has_waited in times]
+        return sorted(own)[1 if len(own) > 2 else 0]
 
-    def _drawn(self) -> list[float]:
+    def _redrawn(self) -> list[float]:
         """By rows, from 0 on; never less than for fewer rows."""
         knots = []
-        self._medians = {size: self._median(times) for size, times in self._times.items()}
+        self._seconds = {size: self._usual(times) for size, times in self._times.items()}
         for size, times in sorted(self._times.items()):
             mean = sum(rows for rows, *_ in times) / len(times)
-            knots.append((mean, self._medians[size], len(times)))
+            knots.append((mean, self._seconds[size], len(times)))
         known = pooled(knots)
         (before, alone), (largest, _) = known[0], known[-1]
         line, slope, at = [alone], _FIRST_SLOPE * alone / before, 0

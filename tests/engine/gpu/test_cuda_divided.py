@@ -18,7 +18,8 @@ from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.parallel.ranks.driver import Driver
-from ktransformers.engine.parallel.tensor_parallel.sums import CollectiveSums
+from ktransformers.engine.parallel.tensor_parallel.collectives import GroupCollectives
+from ktransformers.engine.step.decode import DecodeSteps
 from ktransformers.errors import StageLostError
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.device import cuda_memory
@@ -128,6 +129,26 @@ def test_answers_of_the_bundled_model() -> None:
     assert answers[0] == answers[1]
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("graphs", [True, False])
+def test_steps_in_shared_memory_are_those_of_messages(
+    graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, one after another, from memory that is pinned."""
+    write_safetensors(tiny_model("qwen3_moe", seed=1), tmp_path)
+    config = EngineConfig(model_path=tmp_path, use_cuda_graph=graphs, tensor_parallel=2)
+    ranks = Driver(config)
+    with closing(cuda_engine(config, ranks)) as engine:
+        assert ranks.step_blocks is not None
+        assert len(ranks.step_blocks._pinned) == 2
+        got = [logits_in_steps(engine) for _ in range(3)]
+        with monkeypatch.context() as patch:
+            patch.setattr(DecodeSteps, "is_shared", lambda steps, context, num_kept: False)
+            want = logits_in_steps(engine)
+        got.append(logits_in_steps(engine))
+    assert all(torch.equal(one, want) for one in got)
+
+
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_sums_by_nccl_change_nothing_where_one_process_has_all(
@@ -141,7 +162,7 @@ def test_sums_by_nccl_change_nothing_where_one_process_has_all(
     write_safetensors(tiny_model(model_type, seed=1), tmp_path)
     config = EngineConfig(model_path=tmp_path, use_cuda_graph=graphs)
     with monkeypatch.context() as patch:
-        patch.setattr(CollectiveSums, "add", lambda sums, share, out: out is share or out.copy_(share))
+        patch.setattr(GroupCollectives, "add", lambda sums, share, out: out is share or out.copy_(share))
         with closing(cuda_engine(config, Driver(config))) as engine:
             want = logits_in_steps(engine)
     with closing(cuda_engine(config, Driver(config))) as engine:

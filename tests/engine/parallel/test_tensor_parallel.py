@@ -15,7 +15,9 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.model.opened import open_model
 from ktransformers.engine.parallel.ranks.driver import Driver
+from ktransformers.engine.parallel.ranks.messages import Begin, Start
 from ktransformers.engine.parallel.ranks.parallel_strategy import TensorParallelStrategy
+from ktransformers.engine.parallel.ranks.ranks import ResolvedPlan, Worker
 from ktransformers.engine.parallel.tensor_parallel.cut import cut_model
 from ktransformers.engine.parallel.tensor_parallel.group import TensorGroup
 from ktransformers.engine.step.context import paged_context
@@ -24,6 +26,7 @@ from ktransformers.kernels.types import QuantType
 from ktransformers.operators.experts.paths.resident import ResidentPath
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.scheduler.records import StepPlan
+from ktransformers.system.shared_blocks import SharedBlocks
 from ktransformers.weights.cut_source import CutSource, TensorSlice
 from tests.support.engines.cut_models import HARDWARE
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
@@ -129,6 +132,45 @@ def test_experts_on_gpus_are_divided(tmp_path: Path) -> None:
         got = [logits(engine, IDS[:2], 0, (-1, 0)), logits(engine, [5], 2, (0, 0))]
     for one, other in zip(got, want, strict=True):  # activations are fp16 before products here
         assert (one - other).abs().max() <= 4e-3 * other.abs().max()
+
+
+def test_decode_steps_come_through_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between steps that come as messages, in their order; logits are those of one process, to the rounding of sums."""
+    write_safetensors(tiny_model("qwen3_moe", seed=1), tmp_path)
+    config = EngineConfig(model_path=tmp_path, cache_lens=96, cpu_infer=1, self_check=False)
+    with closing(build_engine(config, page_size=8, max_batch_size=4, hardware=fake_hardware())) as engine:
+        want = [logits(engine, IDS[:9], 0, (-1, 0)), *(logits(engine, [token], 9, (0, 0)) for token in range(5))]
+    with closing(cut_engine(tmp_path)) as engine:
+        ranks, messages = engine.ranks, list[bytes]()
+        assert isinstance(ranks, Driver)
+        assert ranks.step_blocks is not None
+        send = ranks._workers.send
+        monkeypatch.setattr(ranks._workers, "send", lambda data: messages.append(data) or send(data))
+        for _ in range(2):
+            with engine.executor.runner.hook.watch():  # steps that nobody replays
+                got = [logits(engine, IDS[:9], 0, (-1, 0))]
+            got += [logits(engine, [token], 9, (0, 0)) for token in range(5)]
+            for one, other in zip(got, want, strict=True):
+                assert (one - other).abs().max() <= TOLERANCE * other.abs().max()
+        assert len(messages) == 2
+
+
+def test_a_worker_that_cannot_open_the_memory_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where /proc is hidden: its error is the engine's, before anybody waits."""
+    write_safetensors(tiny_model("llama", seed=1), tmp_path)
+    monkeypatch.setattr(SharedBlocks, "path", str(tmp_path / "hidden"))
+    with pytest.raises(EngineError, match=r"GPU 1: the memory of steps cannot be opened at .*hidden: No such file"):
+        cut_engine(tmp_path)
+
+
+def test_a_worker_without_room_for_its_part_of_experts() -> None:
+    """It would have them whole, on its CPU, and add them to those that the driver's GPU has a part of."""
+    config, said = EngineConfig(gguf_path=DEMO_GGUF, tensor_parallel=2), list[object]()
+    start = Start(1, "GPU 1", config, 8, 4, 0, HARDWARE, "error", divided=("a.experts", "b.experts"))
+    worker = Worker(start, lambda: Begin("", [], False), said.append)
+    worker.begin(ResolvedPlan(config, 8, 4, 96, 0, ("b.experts", "a.experts")))
+    with pytest.raises(CapacityError, match="GPU 1 has no room for its part of the routed experts of 1 layers"):
+        worker.begin(ResolvedPlan(config, 8, 4, 96, 0, ("b.experts",)))
 
 
 def test_sequences_share_steps(tmp_path: Path) -> None:

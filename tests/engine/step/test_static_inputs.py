@@ -1,9 +1,12 @@
 """The memory in which the inputs of graphs lie, and what fills it."""
 
+import pytest
 import torch
 
-from ktransformers.engine.step.decode_inputs import DecodeInputs, InputMemory, StaticInputs, StepSize
+from ktransformers.engine.step.broadcast import StepBlocks
+from ktransformers.engine.step.decode_inputs import DecodeInputs, InputMemory, StaticInputs, StepSize, shared_nbytes
 from ktransformers.kernels.types import StateStep
+from ktransformers.system.shared_blocks import SharedBlocks
 
 CPU = torch.device("cpu")
 
@@ -80,3 +83,48 @@ def test_what_others_left_in_shared_memory_is_overwritten():
     assert static.inputs.block_table.tolist() == [[7, 3, 0], [0, 0, 0], [0, 0, 0]]
     assert static.inputs.states.save_slots.tolist() == [1, 2, -1, -1]
     assert static.inputs.states.first_rows.tolist() == [0, 2, 2, 2]
+
+
+def a_step(rows, width, has_states):
+    """Of sequences of their own, at positions that tell them apart."""
+    ints, kv_lens = {"dtype": torch.int32}, torch.arange(5, 5 + rows, dtype=torch.int32)
+    states = None
+    if has_states:
+        slots = torch.arange(rows, **ints)
+        states = StateStep(torch.arange(rows + 1, **ints), slots, slots + 1, slots + 2, kv_lens, 1)
+    hidden = torch.randn(rows, width, generator=torch.Generator().manual_seed(rows))
+    return DecodeInputs(
+        hidden, torch.arange(rows) + 4, torch.arange(rows) + 7, torch.arange(rows, **ints), kv_lens,
+        torch.full((rows, 2), 3, **ints), states, torch.arange(rows) + 9, torch.arange(rows),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("has_states", [True, False])
+def test_what_is_published_is_what_others_would_fill(has_states):
+    """Steps of several graphs one after another, in both slots; rows are copied in as many pieces as there are."""
+    sizes, extent = [StepSize(8, 8), StepSize(2, 2)], (3, 6000, torch.bfloat16)
+    writer = SharedBlocks.create(1)
+    reader = SharedBlocks.open(writer.path, 0)
+    nbytes = shared_nbytes(sizes, *extent, has_states=has_states)
+    memories = [InputMemory(CPU, StepBlocks(blocks, CPU), nbytes) for blocks in (writer, reader)]
+    driver, worker = ({size: StaticInputs(size, extent[0], memory, *extent[1:], has_states) for size in sizes}
+                      for memory in memories)  # fmt: skip
+    alone = {size: StaticInputs(size, extent[0], CPU, *extent[1:], has_states) for size in sizes}
+    for rows in (2, 1, 7, 8, 2):
+        size, step = sizes[rows <= 2], a_step(rows, extent[1], has_states)
+        driver[size].publish(step)
+        shared = memories[1].blocks.wait()
+        assert (StepSize(*shared[1:4]), shared.num_tokens) == (size, rows)
+        worker[size].take(shared.slot, non_blocking=False)
+        alone[size].fill(step)
+        want = alone[size]._data
+        assert torch.equal(driver[size]._data, want)
+        assert torch.equal(worker[size]._data, want)
+
+
+def test_large_graphs_are_not_shared():
+    sizes = [StepSize(128, 4), StepSize(64, 4)]
+    blocks = StepBlocks(SharedBlocks.create(0), CPU)
+    memory = InputMemory(CPU, blocks, shared_nbytes(sizes, 3, 8, torch.bfloat16, has_states=False))
+    assert [StaticInputs(size, 3, memory, 8).is_shared for size in sizes] == [False, True]
+    assert not StaticInputs(4, 3, CPU, 8).is_shared

@@ -103,7 +103,7 @@ def test_the_plan_says_how_many_and_the_engine_which() -> None:
 
 def test_right_drafts_are_taken_as_long_as_they_are() -> None:
     loop = run(guessing())
-    assert loop.total < 300 / 4.5  # five tokens a step, once that is known
+    assert loop.total < 300 / 4.3  # five tokens a step, once that is known
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2])
@@ -224,7 +224,8 @@ def test_a_sequence_learns_by_its_streak() -> None:
     drafts.add(5)
     drafts.extend([6, 7])
     assert len(drafts) == 13
-    assert drafts.draft(2) == [UNKNOWN, UNKNOWN]
+    assert not drafts.copies(2)  # what the engine finds is likelier than what follows 6, 7 in the text
+    assert drafts.chances(2) == rates.chances(0, 2)
 
 
 def test_the_median_of_a_draft_tokens_seconds_counts() -> None:
@@ -252,7 +253,7 @@ def test_a_drafter_that_is_late_at_first_drafts_all_the_same() -> None:
     loop = guessing()
     loop.per_draft, loop.catch_up = 0.1, 20.0
     run(loop)
-    assert loop.total < 20 + 300 / 3
+    assert loop.total < 0.5 * 300
 
 
 def test_sequences_that_may_have_no_drafts_are_planned_ahead_for_ever() -> None:

@@ -10,8 +10,13 @@ from typing import Any
 import torch
 from torch import multiprocessing
 
+from ktransformers.engine.parallel.tensor_parallel.collectives import (
+    GroupCollectives,
+    PeerKernel,
+    SymmetricCollectives,
+    TorchKernels,
+)
 from ktransformers.engine.parallel.tensor_parallel.group import TensorGroup
-from ktransformers.engine.parallel.tensor_parallel.sums import CollectiveSums, PeerKernel, SymmetricSums, TorchKernels
 
 Work = Callable[[TensorGroup, Path], None]
 CAPACITY = (2048, 5120)
@@ -63,13 +68,13 @@ def expect(got: torch.Tensor, shares: list[torch.Tensor]) -> None:
 
 def check_way(group: TensorGroup, folder: Path) -> None:
     """GPUs that reach each other's memory add up there, by our kernel."""
-    assert isinstance(group._sums, SymmetricSums), type(group._sums)
-    assert isinstance(group._sums._kernel, PeerKernel), type(group._sums._kernel)
+    assert isinstance(group._collectives, SymmetricCollectives), type(group._collectives)
+    assert isinstance(group._collectives._kernel, PeerKernel), type(group._collectives._kernel)
 
 
 def check_sums(group: TensorGroup, folder: Path) -> None:
     """Sums of many sizes one after another, from their own memory and from the group's."""
-    sums = group._sums
+    sums = group._collectives
     assert sums is not None
     for seed in range(2):
         for shape in SHAPES:
@@ -85,7 +90,7 @@ def check_sums(group: TensorGroup, folder: Path) -> None:
 
 def check_gathers(group: TensorGroup, folder: Path) -> None:
     """Shares side by side, of a few rows of logits and of more than the memory of sums holds."""
-    sums = group._sums
+    sums = group._collectives
     assert sums is not None
     for seed, shape in enumerate([(1, 75968), (8, 75968), (3, 33), (150, 75968), (1, 5120)]):
         shares = shares_of(group.size, shape, seed)
@@ -97,7 +102,7 @@ def check_gathers(group: TensorGroup, folder: Path) -> None:
 
 def check_captured_gathers(group: TensorGroup, folder: Path) -> None:
     """A graph of sums with a gather behind them, as a decode step is, replayed with new numbers."""
-    sums = group._sums
+    sums = group._collectives
     assert sums is not None
     shapes = [(1, 5120), (1, 5120), (1, 75968)]
     inputs = [torch.zeros(shape, device="cuda") for shape in shapes]
@@ -167,8 +172,8 @@ def check_products(group: TensorGroup, folder: Path) -> None:
 
 def check_torch_kernels(group: TensorGroup, folder: Path) -> None:
     """The same checks of torch's kernels, which take the place of ours where that cannot be had."""
-    sums = group._sums
-    if isinstance(sums, SymmetricSums):
+    sums = group._collectives
+    if isinstance(sums, SymmetricCollectives):
         name = str(torch.distributed.group.WORLD.group_name)  # type: ignore[union-attr]
         sums._kernel = TorchKernels(torch.ops.symm_mem, name, group.size)
         check_sums(group, folder)
@@ -179,7 +184,7 @@ def check_torch_kernels(group: TensorGroup, folder: Path) -> None:
 
 def check_nccl(group: TensorGroup, folder: Path) -> None:
     """The same checks where GPUs have to use NCCL. Of two processes the order of a sum makes no difference."""
-    group._sums = CollectiveSums()
+    group._collectives = GroupCollectives()
     check_sums(group, folder)
     check_gathers(group, folder)
     check_captured(group, folder)

@@ -25,12 +25,13 @@ from ktransformers.engine.parallel.ranks.ranks import Ranks, ResolvedPlan, Sizes
 from ktransformers.engine.parallel.ranks.worker_group import WorkerGroup
 from ktransformers.engine.parallel.ranks.worker_handles import LocalWorker, OnDeath, RemoteWorker, WorkerHandle
 from ktransformers.engine.plan.planning import Hardware
-from ktransformers.engine.step.broadcast import StepBroadcast
+from ktransformers.engine.step.broadcast import StepBlocks, StepBroadcast
 from ktransformers.errors import CapacityError, ConfigError, EngineError
 from ktransformers.operators.context import ForwardContext
 from ktransformers.optimize.machine import Machine
 from ktransformers.system.child import framed
 from ktransformers.system.process_group import ProcessGroup
+from ktransformers.system.shared_blocks import SharedBlocks
 from ktransformers.weights.synthetic import SyntheticSource
 
 __all__ = ["DETECT", "Driver", "made_of"]
@@ -93,6 +94,8 @@ class Driver(Ranks):
         self._store: Any = None  # where processes of other machines meet, as long as it is kept
         self._resolved: ResolvedPlan | None = None
         self._device: torch.device | None = None
+        self._shared: SharedBlocks | None = None  # where steps come to the others, if not as messages
+        self._blocks: StepBlocks | None = None
         self._processes = ProcessGroup()
         self._workers = WorkerGroup(self._begun, self._check_loaded, on_death)
         self._undo = ExitStack()
@@ -121,6 +124,9 @@ class Driver(Ranks):
         logger.info("the model is divided over %d processes, one for each %s", strategy.size, strategy.noun)
         if resolved.divided:
             logger.info("the routed experts of %d layers are divided, too", len(resolved.divided))
+        if strategy.is_uniform and strategy.size > 1:
+            self._shared = SharedBlocks.create(strategy.size - 1)
+            self._undo.callback(self._shared.close)
         for rank in range(1, strategy.size):
             self._workers.start(rank)
 
@@ -146,6 +152,7 @@ class Driver(Ranks):
             bool(self._hosts),
             self._memory_budgets[rank] if self._memory_budgets else {},
             resolved.divided,
+            "" if self._shared is None else self._shared.path,
         )
         try:
             worker.send(framed(encode(start)))
@@ -166,6 +173,9 @@ class Driver(Ranks):
         self._workers.wait()
         self._device = device
         is_uniform = self._strategy.is_uniform
+        if self._shared is not None:
+            self._blocks = StepBlocks(self._shared, device, self._workers.check)
+            self._undo.callback(self._blocks.unpin)
         told = partial(Begin, sizes=numbers_of(sizes) if is_uniform else [], is_captured=is_captured and is_uniform)
         self._rendezvous(device, self._workers.workers, lambda place: self._workers.send(framed(encode(told(place)))))
         self._undo.callback(self._strategy.leave)
@@ -211,6 +221,13 @@ class Driver(Ranks):
         is_padded: bool,
     ) -> None:
         self._workers.send(framed(encode(Step.of(token_ids, positions, context, keep, is_padded))))
+        if self._blocks is not None:
+            self._blocks.publish_message()
+
+    @override
+    @property
+    def step_blocks(self) -> StepBlocks | None:
+        return self._blocks
 
     @override
     def recover(self) -> None:

@@ -4,7 +4,7 @@ driver ── Start ──────────> reads headers, cuts, loads
        <────── Loaded / Failed
        ── Begin ──────────> meets the others, captures its graphs
        <────── Captured / Failed
-       ── Step, Step, ... > computes each, and says nothing
+       ── Step, Step, ... > computes each, and says nothing; steps in shared memory are between them (StepBlocks)
        ── Regroup ────────> another process has taken the place of one that ended: meets them anew
 """
 
@@ -38,7 +38,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     """The driver's order to load a part of the model. config: with what the driver's plan has resolved. hardware:
     "module:function" that finds what there is. is_apart: whether the process has a machine of its own. memory_budget:
     bytes by device that it may take there, {} for what is free. divided: routed experts of which each process has a
-    part."""
+    part. blocks: where memory is in which steps come, see StepBlocks; "" where all come as messages."""
 
     rank: int
     name: str
@@ -52,6 +52,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     is_apart: bool = False
     memory_budget: dict[str, int] = {}
     divided: tuple[str, ...] = ()
+    blocks: str = ""
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):

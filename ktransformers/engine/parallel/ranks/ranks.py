@@ -14,9 +14,11 @@ from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.engine.parallel.ranks.messages import Begin, Captured, Loaded, Start
 from ktransformers.engine.parallel.ranks.parallel_strategy import ParallelStrategy, parallel_strategy
 from ktransformers.engine.plan.planning import Hardware
-from ktransformers.engine.step.broadcast import StepBroadcast
+from ktransformers.engine.step.broadcast import StepBlocks, StepBroadcast
 from ktransformers.engine.step.decode import MAX_GRAPH_ROWS
 from ktransformers.engine.step.decode_inputs import StepSize
+from ktransformers.errors import CapacityError
+from ktransformers.system.shared_blocks import SharedBlocks
 
 __all__ = ["Alone", "Ranks", "ResolvedPlan", "Sizes", "Worker", "numbers_of"]
 
@@ -68,6 +70,12 @@ class Ranks(Protocol):
         """Return what sends each step to the other processes before it runs, if any of them needs it."""
         ...
 
+    @property
+    def step_blocks(self) -> StepBlocks | None:
+        """The memory in which steps come to the other processes, or from the driver; None where all come as messages.
+        It is there once all have met."""
+        ...
+
     def recover(self) -> None:
         """Replace a process that has ended, and synchronize all of them again. Raises EngineError."""
         ...
@@ -106,6 +114,11 @@ class Alone(Ranks):
         return None
 
     @override
+    @property
+    def step_blocks(self) -> StepBlocks | None:
+        return None
+
+    @override
     def recover(self) -> None:
         raise AssertionError("nobody was lost")
 
@@ -121,7 +134,7 @@ def numbers_of(sizes: Sizes) -> list[tuple[int, int, int]]:
 
 class Worker(Ranks):
     """The Ranks of a process beside the driver. start: what it is to be. receive: gives the driver's next message;
-    send: sends it one."""
+    send: sends it one. Raises EngineError where the memory of steps cannot be opened."""
 
     def __init__(
         self,
@@ -129,10 +142,11 @@ class Worker(Ranks):
         receive: Callable[[], Begin],
         send: Callable[[Loaded | Captured], None],
     ):
-        self._strategy: ParallelStrategy = parallel_strategy(
-            start.config, start.rank, start.is_apart, frozenset(start.divided)
-        )
+        self._name, self._divided = start.name, frozenset(start.divided)
+        self._strategy: ParallelStrategy = parallel_strategy(start.config, start.rank, start.is_apart, self._divided)
         self._receive, self._send = receive, send
+        self._shared = SharedBlocks.open(start.blocks, start.rank - 1) if start.blocks else None
+        self._blocks: StepBlocks | None = None
         self._resolved: ResolvedPlan | None = None
         self._device: torch.device | None = None
 
@@ -142,6 +156,12 @@ class Worker(Ranks):
 
     @override
     def begin(self, resolved: ResolvedPlan) -> None:
+        whole = len(self._divided.difference(resolved.divided))
+        if whole:
+            raise CapacityError(
+                f"{self._name} has no room for its part of the routed experts of {whole} layers, which the first one "
+                "divides: their results would be added up twice"
+            )
         self._resolved = resolved
 
     @override
@@ -150,6 +170,7 @@ class Worker(Ranks):
         self._send(Loaded(self._resolved.num_slots, self._resolved.num_states))
         begin = self._receive()
         self._device = device
+        self._blocks = None if self._shared is None else StepBlocks(self._shared, device)
         self._strategy.rendezvous(begin.place, device)
         if self._strategy.is_uniform:
             return [StepSize(*numbers) for numbers in begin.sizes], begin.is_captured
@@ -173,6 +194,11 @@ class Worker(Ranks):
     @override
     def step_broadcast(self) -> StepBroadcast | None:
         return None
+
+    @override
+    @property
+    def step_blocks(self) -> StepBlocks | None:
+        return self._blocks
 
     def rendezvous_again(self, place: str) -> None:
         """Meet the other processes anew, after the driver has replaced one that ended."""

@@ -50,7 +50,7 @@ class WorkerGroup:
         self._policy = RestartPolicy()
         self._keeper: threading.Thread | None = None
         self._lost: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
-        self._failure: str | None = None  # why a place stays empty
+        self._failure: str | None = None  # why there is no process in a place, and will be none
         self._is_closing = False
 
     @property
@@ -85,6 +85,11 @@ class WorkerGroup:
                     raise
                 raise StageLostError(str(error)) from error
 
+    def check(self) -> None:
+        """Raise EngineError where a worker has ended in whose place there can be no other."""
+        if self._failure is not None:
+            raise EngineError(self._failure)
+
     def _ended(self, rank: int, message: str) -> None:
         """On a thread of the worker."""
         with self._changed:
@@ -94,7 +99,9 @@ class WorkerGroup:
             is_replaced = self.is_recoverable and not self._policy.is_exceeded
             if is_replaced:
                 self._missing.add(rank)
-                self._changed.notify_all()
+            else:
+                self._failure = message
+            self._changed.notify_all()
             if is_replaced and self._keeper is None:
                 self._keeper = threading.Thread(target=self._keep, name="stages", daemon=True)
                 self._keeper.start()

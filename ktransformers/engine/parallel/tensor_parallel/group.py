@@ -1,5 +1,5 @@
 """The processes that a model is cut over, as operators see them: results are put together by one of the ways of
-sums.py.
+collectives.py.
 
 All are processes of one machine, started by the driver: they find each other by a file in a private folder, and speak
 over the loopback interface.
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from ktransformers.engine.parallel.tensor_parallel.sums import Sums, open_sums
+from ktransformers.engine.parallel.tensor_parallel.collectives import Collectives, open_collectives
 from ktransformers.kernels.triton.common.compiling import is_warmup
 from ktransformers.operators.partial_sums import RankGroup, ShareProduct
 
@@ -32,7 +32,7 @@ class TensorGroup(RankGroup):
     def __init__(self, rank: int, size: int):
         self._rank, self._size = rank, size
         self._num_values = 0
-        self._sums: Sums | None = None  # until all have met
+        self._collectives: Collectives | None = None  # until all have met
 
     @property
     def rank(self) -> int:
@@ -60,7 +60,7 @@ class TensorGroup(RankGroup):
             timeout=datetime.timedelta(seconds=_RENDEZVOUS_SECONDS),
         )
         distributed.all_reduce(torch.zeros(1, device=device))  # connects, which no graph can while it is captured
-        self._sums = open_sums(self._num_values, device, self._rank, self._size)
+        self._collectives = open_collectives(self._num_values, device, self._rank, self._size)
 
     def sum(self, share: torch.Tensor) -> torch.Tensor:
         """Add `share` up over all processes, see RankGroup."""
@@ -89,14 +89,14 @@ class TensorGroup(RankGroup):
         return out
 
     @property
-    def _current(self) -> Sums | None:
+    def _current(self) -> Collectives | None:
         """The way to add up and to gather; None before all have met, and in a warm-up, which launches nothing."""
-        return None if is_warmup() else self._sums
+        return None if is_warmup() else self._collectives
 
     def leave(self) -> None:
         """Leave the group of processes."""
-        if self._sums is not None:
-            self._sums = None
+        if self._collectives is not None:
+            self._collectives = None
             distributed.destroy_process_group()
 
 

@@ -169,6 +169,11 @@ class ExpertPath(ABC, Generic[IssuedT]):
         """
         return Requirements()
 
+    def divides(self, source: WeightSource) -> bool:
+        """Whether the path has a part of each expert where several processes share the model, see
+        LayerExperts.columns."""
+        return False
+
     def load(self, source: WeightSource) -> None:
         """Load what this path alone brings into the layer. Paths load in the order of the list: what another one brings
         may not be there yet, and is from `bind` on.

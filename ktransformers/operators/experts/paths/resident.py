@@ -38,6 +38,10 @@ class ResidentPath(InlinePath):
         return self.layer.requirements(info, gpu_experts_nbytes(self.layer.key, info))
 
     @override
+    def divides(self, source: WeightSource) -> bool:
+        return self.layer.columns(self.layer.find(source)) is not None
+
+    @override
     def load(self, source: WeightSource) -> None:
         layer, activation = self.layer, self.layer.function.activation
         assert activation is not None, "the operator refuses such experts on a GPU"

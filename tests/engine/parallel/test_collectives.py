@@ -9,23 +9,28 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
+from torch.distributed import HashStore, ProcessGroupGloo
 from typing_extensions import override
 
-from ktransformers.engine.parallel.tensor_parallel import sums as sums_module
-from ktransformers.engine.parallel.tensor_parallel.group import TensorGroup
-from ktransformers.engine.parallel.tensor_parallel.sums import (
-    CollectiveSums,
-    Sums,
-    SymmetricSums,
+from ktransformers.engine.parallel.tensor_parallel import collectives as collectives_module
+from ktransformers.engine.parallel.tensor_parallel.collectives import (
+    Collectives,
+    GroupCollectives,
+    SymmetricCollectives,
     SymmetricWay,
     TorchKernels,
-    open_sums,
+    _SymmetricMemory,
+    open_collectives,
     symmetric_way,
 )
+from ktransformers.engine.parallel.tensor_parallel.group import TensorGroup
 
+CPU = torch.device("cpu")
 CAPACITY = 1 << 20
 ONE_SHOT, TWO_SHOT = SymmetricWay.ONE_SHOT, SymmetricWay.TWO_SHOT
 
@@ -79,7 +84,7 @@ class StandIn:
         return memory.copy_(self._summed(memory))
 
 
-class Refusing(Sums):
+class Refusing(Collectives):
     """What is not to be asked, or counts that it is."""
 
     def __init__(self) -> None:
@@ -99,7 +104,7 @@ class Refusing(Sums):
 
 
 class World:
-    """SymmetricSums of some ranks, each on a thread of its own."""
+    """SymmetricCollectives of some ranks, each on a thread of its own."""
 
     def __init__(self, size: int, capacity: int = CAPACITY):
         buffers = [torch.full((capacity,), float("nan")) for _ in range(size)]
@@ -107,7 +112,7 @@ class World:
         self.kernels = [StandIn(rank, buffers, barrier) for rank in range(size)]
         self.otherwise = [Refusing() for _ in range(size)]
         self.sums = [
-            SymmetricSums(buffers[rank], Gathering(self.kernels[rank], "world", size), self.otherwise[rank])
+            SymmetricCollectives(buffers[rank], Gathering(self.kernels[rank], "world", size), self.otherwise[rank])
             for rank in range(size)
         ]
 
@@ -122,7 +127,7 @@ def shares_of(size: int, *shape: int) -> list[torch.Tensor]:
     return [torch.randn(*shape, generator=generator) for _ in range(size)]
 
 
-def added(sums: Sums, share: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def added(sums: Collectives, share: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     out = torch.empty(share.shape, dtype=dtype)
     sums.add(share, out)
     return out
@@ -203,7 +208,7 @@ def test_a_sum_of_products_is_rounded_once(rows: int, in_memory: bool) -> None:
     groups = [TensorGroup(rank, 2) for rank in range(2)]
     x = torch.randn(rows, 128, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     for group, sums in zip(groups, world.sums, strict=True):
-        group._sums = sums
+        group._collectives = sums
 
     def work(rank: int) -> torch.Tensor:
         def product(part: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:
@@ -224,7 +229,7 @@ def test_shares_side_by_side(rows: int, capacity: int, calls: int) -> None:
     world, shares = World(2, capacity), shares_of(2, rows, 1000)
     groups = [TensorGroup(rank, 2) for rank in range(2)]
     for group, sums in zip(groups, world.sums, strict=True):
-        group._sums = sums
+        group._collectives = sums
     where: list[bool] = []
 
     def work(rank: int) -> torch.Tensor:
@@ -263,11 +268,11 @@ def test_nothing_is_added_before_processes_have_met() -> None:
 def test_one_line_says_why_sums_are_those_of_nccl(
     num_values: int, size: int, says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sums_module, "_agree", lambda is_possible, device: is_possible)
+    monkeypatch.setattr(collectives_module, "_agreed", lambda reason, device, size: reason)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
     with caplog.at_level(logging.INFO):
-        made = open_sums(num_values, torch.device("cuda:0"), 0, size)
-    assert isinstance(made, CollectiveSums)
+        made = open_collectives(num_values, torch.device("cuda:0"), 0, size)
+    assert isinstance(made, GroupCollectives)
     assert [record.getMessage() for record in caplog.records] == [f"sums over GPUs are NCCL's: {says}"]
 
 
@@ -277,22 +282,57 @@ def test_a_first_sum_that_is_wrong_is_the_last(
     """As of GPUs whose barrier works and whose memory is another one's."""
     world = World(1)  # of a rank whose sums are of one share, where there are to be two
     world.sums[0]._kernel = TorchKernels(world.kernels[0], "world", 1)
-    monkeypatch.setattr(CollectiveSums, "gather", lambda sums, share, out: None)
-    monkeypatch.setattr(sums_module, "_agree", lambda is_possible, device: is_possible)
-    monkeypatch.setattr(sums_module, "_why_not_symmetric", lambda num_values, rank, size: None)
-    kernels = {"these": lambda: world.sums[0]._kernel}
-    monkeypatch.setattr(sums_module, "_open_symmetric", lambda *args: (world.sums[0]._buffer, kernels))
-    is_right = sums_module._is_right
+    monkeypatch.setattr(GroupCollectives, "gather", lambda sums, share, out: None)
+    monkeypatch.setattr(collectives_module, "_agreed", lambda reason, device, size: reason)
+    monkeypatch.setattr(collectives_module, "_why_not_symmetric", lambda num_values, rank, size: None)
     monkeypatch.setattr(
-        sums_module, "_is_right", lambda sums, device, rank, size: is_right(sums, torch.device("cpu"), rank, size)
+        collectives_module, "_allocated", lambda *args: _SymmetricMemory(world.sums[0]._buffer, torch.empty(0))
     )
+    monkeypatch.setattr(collectives_module, "_kernels", lambda *args: {"these": lambda: world.sums[0]._kernel})
     with caplog.at_level(logging.INFO):
-        made = open_sums(64, torch.device("cuda:0"), 0, 2)
-    assert isinstance(made, CollectiveSums)
-    assert "sums over GPUs are NCCL's: a first sum by these was wrong" in caplog.text
+        made = collectives_module._fastest(64, CPU, 0, 2)
+    assert isinstance(made, GroupCollectives)
+    assert [record.getMessage() for record in caplog.records] == [
+        "sums over GPUs are not made by these: a first sum was wrong",
+        "sums over GPUs are NCCL's: a first sum was wrong",
+    ]
 
 
 def test_a_first_sum_that_is_right() -> None:
     world = World(2)
-    cpu = torch.device("cpu")
-    assert world.run(lambda rank: torch.tensor(sums_module._is_right(world.sums[rank], cpu, rank, 2))) == [True, True]
+    checked = collectives_module._checked
+    assert world.run(lambda rank: checked(world.sums[rank], CPU, rank, 2)) == world.sums
+
+
+@pytest.mark.parametrize("part", ["_why_not_symmetric", "_allocated", "_kernels"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_process_that_cannot_go_on_lets_nobody_wait(
+    part: str, failing: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two ranks over gloo, one of which fails: neither comes to the part behind, where it would wait for the other."""
+    store, local, parts = HashStore(), threading.local(), ["_why_not_symmetric", "_allocated", "_kernels", "_checked"]
+    called: list[str] = []
+
+    def does(name: str, *args: object) -> object:
+        called.append(name)
+        if name == part and local.rank == failing:
+            if name == parts[0]:
+                return "made up"
+            raise RuntimeError("made up\nwith a trace")
+        return None if name == parts[0] else _SymmetricMemory(torch.empty(1), torch.empty(1))
+
+    def all_gather(found: list[torch.Tensor], mine: torch.Tensor) -> None:
+        local.group.allgather([found], [mine]).wait()
+
+    def opened(rank: int) -> Collectives:
+        local.rank, local.group = rank, ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
+        return collectives_module._fastest(64, CPU, rank, 2)
+
+    for name in parts:
+        monkeypatch.setattr(collectives_module, name, partial(does, name))
+    monkeypatch.setattr(collectives_module.distributed, "all_gather", all_gather)
+    with caplog.at_level(logging.INFO), ThreadPoolExecutor(2) as threads:
+        assert all(isinstance(made, GroupCollectives) for made in threads.map(opened, range(2)))
+    assert sorted(called) == sorted(2 * parts[: parts.index(part) + 1])
+    who = "GPU 1: " if failing else ""
+    assert [record.getMessage() for record in caplog.records] == [f"sums over GPUs are NCCL's: {who}made up"]

@@ -18,8 +18,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import distributed
@@ -28,18 +30,20 @@ from typing_extensions import override
 from ktransformers.kernels.triton.common.peer_sums import num_signals, peer_gather, peer_sum
 
 __all__ = [
-    "CollectiveSums",
+    "CollectiveKernel",
+    "Collectives",
+    "GroupCollectives",
     "PeerKernel",
-    "SumKernel",
-    "Sums",
-    "SymmetricSums",
+    "SymmetricCollectives",
     "SymmetricWay",
     "TorchKernels",
-    "open_sums",
+    "open_collectives",
     "symmetric_way",
 ]
 
 logger = logging.getLogger(__name__)
+
+MadeT = TypeVar("MadeT")
 
 _USES_PEER_KERNEL = True
 """Whether our kernel is tried before torch's."""
@@ -52,6 +56,9 @@ _MOST_PEERS = 4
 
 _ONE_SHOT_BYTES = 1 << 20
 """Of a share that is added up in one pass: in two it is read less often, which counts from here on."""
+
+_SAID_BYTES = 256
+"""Of what a process says of its failure to the others."""
 
 _ORDERED_SIZES = (2, 4, 8)
 """Numbers of processes for which every release of torch adds in the order of ranks in one pass."""
@@ -70,8 +77,8 @@ def symmetric_way(nbytes: int, size: int) -> SymmetricWay:
     return SymmetricWay.ONE_SHOT if is_small else SymmetricWay.TWO_SHOT
 
 
-class Sums(Protocol):
-    """Adds tensors up over all processes, which call it with the same shapes in the same order."""
+class Collectives(Protocol):
+    """Adds tensors up and gathers them over all processes, which call it with the same shapes in the same order."""
 
     def memory(self, num_rows: int, width: int) -> torch.Tensor | None:
         """Return where a share is best written, fp32 [num_rows, width]; None for anywhere. It holds the share until the
@@ -92,8 +99,8 @@ class Sums(Protocol):
         ...
 
 
-class CollectiveSums(Sums):
-    """Sums of the process group's own backend: NCCL, or gloo on the CPU."""
+class GroupCollectives(Collectives):
+    """The collectives of the process group's own backend: NCCL, or gloo on the CPU."""
 
     @override
     def memory(self, num_rows: int, width: int) -> torch.Tensor | None:
@@ -115,7 +122,7 @@ class CollectiveSums(Sums):
         out.view(rows, -1, width).copy_(parts.transpose(0, 1))
 
 
-class SumKernel(Protocol):
+class CollectiveKernel(Protocol):
     """Adds up what all processes have in their symmetric memory. can_gather: whether it puts it side by side, too."""
 
     can_gather: bool
@@ -131,7 +138,7 @@ class SumKernel(Protocol):
         ...
 
 
-class TorchKernels(SumKernel):
+class TorchKernels(CollectiveKernel):
     """The kernels of torch. kernels: torch.ops.symm_mem. size: number of processes."""
 
     can_gather = False
@@ -154,7 +161,7 @@ class TorchKernels(SumKernel):
         raise AssertionError("torch has no such kernel")
 
 
-class PeerKernel(SumKernel):
+class PeerKernel(CollectiveKernel):
     """Our kernels, see `peer_sum` and `peer_gather`."""
 
     can_gather = True
@@ -172,13 +179,14 @@ class PeerKernel(SumKernel):
         peer_gather(self._shares, self._signals, self._rank, out)
 
 
-class SymmetricSums(Sums):
-    """Sums of fp32 through symmetric memory; what it is too small for, and other types, go the way of `otherwise`.
+class SymmetricCollectives(Collectives):
+    """Collectives of fp32 through symmetric memory; what it is too small for, and other types, go the way of
+    `otherwise`.
 
     buffer: fp32, flat, which all processes read.
     """
 
-    def __init__(self, buffer: torch.Tensor, kernel: SumKernel, otherwise: Sums):
+    def __init__(self, buffer: torch.Tensor, kernel: CollectiveKernel, otherwise: Collectives):
         self._buffer, self._kernel, self._otherwise = buffer, kernel, otherwise
 
     @property
@@ -215,52 +223,67 @@ class SymmetricSums(Sums):
         return share if is_here else self._buffer[: share.numel()].view(share.shape).copy_(share)
 
 
-def open_sums(num_values: int, device: torch.device, rank: int, size: int) -> Sums:
+def open_collectives(num_values: int, device: torch.device, rank: int, size: int) -> Collectives:
     """Return the fastest way to add up to `num_values` values that all processes have: they all call it, once they have
     met. One line in the driver's log where GPUs have to use NCCL.
     """
-    otherwise = CollectiveSums()
-    if device.type != "cuda":
-        return otherwise
-    reason = _why_not_symmetric(num_values, rank, size)
-    if not _agree(reason is None, device):
+    return GroupCollectives() if device.type != "cuda" else _fastest(num_values, device, rank, size)
+
+
+def _fastest(num_values: int, device: torch.device, rank: int, size: int) -> Collectives:
+    """`open_collectives` of GPUs. Processes agree before each part in which one waits for the others."""
+    otherwise = GroupCollectives()
+    memory, reason = None, _agreed(_why_not_symmetric(num_values, rank, size), device, size)
+    if reason is None:
+        memory, reason = _tried(partial(_allocated, num_values, device, size))
+        reason = _agreed(reason, device, size)
+    if memory is None or reason is not None:
         return _fall_back(otherwise, rank, reason)
-    try:
-        buffer, kernels = _open_symmetric(num_values, device, rank, size)
-    except _FAILURES as error:
-        buffer, kernels, reason = torch.empty(0), {}, _first_line(error)
-    if not _agree(bool(kernels), device):
+    kernels, reason = _tried(partial(_kernels, memory, rank, size))
+    reason = _agreed(reason, device, size)
+    if kernels is None or reason is not None:
         return _fall_back(otherwise, rank, reason)
+
+    def checked(make: Callable[[], CollectiveKernel]) -> SymmetricCollectives:
+        return _checked(SymmetricCollectives(memory.buffer, make(), otherwise), device, rank, size)
+
     for name, make in kernels.items():
-        try:
-            made = SymmetricSums(buffer, make(), otherwise)
-            reason = None if _is_right(made, device, rank, size) else f"a first sum by {name} was wrong"
-        except _FAILURES as error:
-            reason = _first_line(error)
-        if _agree(reason is None, device):
+        made, reason = _tried(partial(checked, make))
+        reason = _agreed(reason, device, size)
+        if made is not None and reason is None:
             if not rank:
                 logger.debug("sums over GPUs are made in their memory, by %s", name)
             return made
         if not rank:
-            logger.warning("sums over GPUs are not made by %s: %s", name, reason or "another process cannot")
+            logger.warning("sums over GPUs are not made by %s: %s", name, reason)
     return _fall_back(otherwise, rank, reason)
 
 
-def _fall_back(otherwise: Sums, rank: int, reason: str | None) -> Sums:
+def _fall_back(otherwise: Collectives, rank: int, reason: str | None) -> Collectives:
     if not rank:
-        logger.info("sums over GPUs are NCCL's: %s", reason or "another process has no symmetric memory")
+        logger.info("sums over GPUs are NCCL's: %s", reason)
     return otherwise
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+def _tried(make: Callable[[], MadeT]) -> tuple[MadeT | None, str | None]:
+    """Return what could be made, or why it could not."""
+    try:
+        return make(), None
+    except _FAILURES as error:
+        return None, str(error).partition("\n")[0] or type(error).__name__
 
 
-def _agree(is_possible: bool, device: torch.device) -> bool:
-    """Return whether it is possible in all processes."""
-    flag = torch.tensor([int(is_possible)], dtype=torch.int32, device=device)
-    distributed.all_reduce(flag, distributed.ReduceOp.MIN)
-    return bool(flag.item())
+def _agreed(reason: str | None, device: torch.device, size: int) -> str | None:
+    """Return why one of the processes cannot go on, where there is one that gives a reason; all return the same."""
+    mine = torch.zeros(_SAID_BYTES, dtype=torch.uint8)
+    said = (reason or "").encode()[:_SAID_BYTES]
+    mine[: len(said)] = torch.tensor(list(said), dtype=torch.uint8)
+    all_said = torch.empty(size, _SAID_BYTES, dtype=torch.uint8, device=device)
+    distributed.all_gather(list(all_said.unbind()), mine.to(device))
+    for rank, text in enumerate(bytes(one).rstrip(b"\0").decode(errors="replace") for one in all_said.cpu().numpy()):
+        if text:
+            return f"GPU {rank}: {text}" if rank else text
+    return None
 
 
 def _why_not_symmetric(num_values: int, rank: int, size: int) -> str | None:
@@ -278,49 +301,65 @@ def _why_not_symmetric(num_values: int, rank: int, size: int) -> str | None:
     return f"GPU {apart[0][0]} has no access to the memory of GPU {apart[0][1]}" if apart else None
 
 
-def _open_symmetric(
-    num_values: int, device: torch.device, rank: int, size: int
-) -> tuple[torch.Tensor, dict[str, Callable[[], SumKernel]]]:
-    """Return the buffer of shares, and a function for each kernel, by name, that makes it. Raises RuntimeError."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _SymmetricMemory:
+    """Memory of this process's GPU that the others are to read. buffer: of shares, fp32; signals: int32, zeros."""
+
+    buffer: torch.Tensor
+    signals: torch.Tensor
+
+
+def _allocated(num_values: int, device: torch.device, size: int) -> _SymmetricMemory:
+    """Allocate this process's symmetric memory, without the others. Raises what torch does."""
     # Imported where it is needed: it reads a good part of torch.
     from torch.distributed import _symmetric_memory as symmetric_memory
 
     # Processes that see one GPU each all call it the first. No sum needs NVLink's multicast.
     for name in ("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "TORCH_SYMM_MEM_DISABLE_MULTICAST"):
         os.environ.setdefault(name, "1")
-    group: Any = distributed.group.WORLD
     buffer: torch.Tensor = symmetric_memory.empty(num_values, dtype=torch.float32, device=device)
-    shares: Any = symmetric_memory.rendezvous(buffer, group)
     signals: torch.Tensor = symmetric_memory.empty(num_signals(size), dtype=torch.int32, device=device)
     signals.zero_()
     torch.cuda.synchronize(device)  # before another GPU may signal
-    slots: Any = symmetric_memory.rendezvous(signals, group)
+    return _SymmetricMemory(buffer, signals)
 
-    def of_peers() -> SumKernel:
+
+def _kernels(memory: _SymmetricMemory, rank: int, size: int) -> dict[str, Callable[[], CollectiveKernel]]:
+    """Let all processes open each other's memory, which all of them have: a process that does not come here lets the
+    others wait. Returns a function for each kernel, by name, that makes it. Raises what torch does."""
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    group: Any = distributed.group.WORLD
+    shares: Any = symmetric_memory.rendezvous(memory.buffer, group)
+    slots: Any = symmetric_memory.rendezvous(memory.signals, group)
+
+    def of_peers() -> CollectiveKernel:
         where, slots_at = (
-            torch.tensor(list(each.buffer_ptrs), dtype=torch.int64).to(device) for each in (shares, slots)
+            torch.tensor(list(each.buffer_ptrs), dtype=torch.int64).to(memory.buffer.device) for each in (shares, slots)
         )
-        return PeerKernel(where, slots_at, rank, (shares, slots, signals))
+        return PeerKernel(where, slots_at, rank, (shares, slots, memory.signals))
 
-    kernels: dict[str, Callable[[], SumKernel]] = {}
+    kernels: dict[str, Callable[[], CollectiveKernel]] = {}
     if _USES_PEER_KERNEL and size <= _MOST_PEERS:
         kernels["our kernel"] = of_peers
     kernels["torch's kernels"] = lambda: TorchKernels(torch.ops.symm_mem, group.group_name, size)
-    return buffer, kernels
+    return kernels
 
 
-def _is_right(sums: SymmetricSums, device: torch.device, rank: int, size: int) -> bool:
+def _checked(made: SymmetricCollectives, device: torch.device, rank: int, size: int) -> SymmetricCollectives:
     """Check sums of small whole numbers, which are exact, and such numbers gathered. Launches, and so compiles, each
-    variant of a kernel that steps use: for few values and for all, in both types.
+    variant of a kernel that steps use: for few values and for all, in both types. Raises RuntimeError for a wrong one.
     """
     is_right = True
-    for got, want in _first_sums(sums, device, rank, size):  # all of them: the other processes wait in each
+    for got, want in _first_sums(made, device, rank, size):  # all of them: the other processes wait in each
         is_right &= torch.equal(got, want)
-    return is_right
+    if not is_right:
+        raise RuntimeError("a first sum was wrong")
+    return made
 
 
 def _first_sums(
-    sums: SymmetricSums, device: torch.device, rank: int, size: int
+    sums: SymmetricCollectives, device: torch.device, rank: int, size: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield results, and their right values."""
     for num_values in (min(64, sums.capacity), sums.capacity):
