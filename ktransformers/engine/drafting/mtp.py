@@ -42,16 +42,26 @@ class MtpForward:
     ) -> None:
         assert target.last_hidden is not None, "nothing keeps the target's hidden states"
         assert own.last_hidden is not None, "nothing keeps the layer's hidden states"
-        self._steps, self.limits, self._entry = PieceSteps(runner, cache), limits, entry
+        self._steps, self.limits, self._entry = PieceSteps(runner, cache, self._go_on), limits, entry
         self._target_hidden, self._own_hidden = target.last_hidden, own.last_hidden
         self._device = CPU if own.layout is None else own.layout.entry
 
     @torch.inference_mode()
-    def run(self, pieces: Sequence[Piece], requests: Sequence[LogitsRequest]) -> DraftOutput:
+    def run(
+        self, pieces: Sequence[Piece], requests: Sequence[LogitsRequest], behind: Sequence[int] = ()
+    ) -> DraftOutput:
         """Run a step, see DraftForward."""
-        self._entry.give([piece.hidden_states for piece in pieces if piece.hidden_states is not None])
-        logits, kept = self._steps.run(pieces, requests)
-        return DraftOutput(logits, self._own_hidden.rows_at(kept) if kept else None)
+        if not self._steps.has_held:  # else they are where it reads them
+            self._entry.give([piece.hidden_states for piece in pieces if piece.hidden_states is not None])
+        logits, kept = self._steps.run(pieces, requests, behind)
+        return DraftOutput(logits, self._own_hidden.rows_at(kept) if kept and not self._steps.has_held else None)
+
+    def _go_on(self, rows: list[int]) -> None:
+        self._entry.give([self._own_hidden.rows_at(rows)])
+
+    def drop_held(self) -> None:
+        """See DraftForward."""
+        self._steps.drop_held()
 
     @torch.inference_mode()
     def hidden_states(self, first: int, count: int) -> torch.Tensor | None:

@@ -52,6 +52,7 @@ class ModelRunner:
         self.hook = HiddenStatesHook(forward_pass.model)
         self._profile: GpuProfile | None = None
         self._held_rows = self._unfinished_rows = 0
+        self._is_padded = False  # the step under way: what it leaves comes before whatever is launched behind it
 
     @property
     def runs_apart(self) -> bool:
@@ -102,7 +103,8 @@ class ModelRunner:
         if decode is not None and not decode.takes(context, len(keep)):
             decode = None
         is_shared = decode is not None and decode.is_shared(context, len(keep))
-        self._begin_step(token_ids, positions, context, keep, is_padded=decode is not None, is_shared=is_shared)
+        self._is_padded = decode is not None
+        self._begin_step(token_ids, positions, context, keep, is_padded=self._is_padded, is_shared=is_shared)
         profile = self._profile
         if decode is not None:
             logits = decode.step(
@@ -131,11 +133,11 @@ class ModelRunner:
         """Launch the next step behind the one under way, from within `meanwhile`; it goes on when `release` brings its
         tokens, and its results are those of the next `reduced_step`. Whether that can be.
 
-        Until then nothing may wait for the GPU but for results of the step under way.
+        Until then nothing may wait for the GPU but for results of the step under way. Its hidden states are gone then.
         """
-        forward, decode = self._pass, self._decode
+        decode = self._decode if self._is_padded else None  # the logits of others are copied in the order of the stream
         is_alone = self._broadcast is None and self._send_output is None and self._profile is None
-        if decode is None or forward.last_hidden is not None or self.hook.is_open or not is_alone:
+        if decode is None or self.hook.is_open or not is_alone:
             return False
         if not decode.launch_held(token_ids, positions, context, keep):
             return False

@@ -100,6 +100,7 @@ def test_an_mtp_layer_on_a_gpu(
     assert answers == plain
     assert num_drafted > 20
     assert all(replayed for rows, replayed, _ in steps.seen if rows <= 8)
+    assert steps.num_held > 10
     assert {request for _, _, needs in steps.seen for request in needs} >= {BEST_TOKEN, WHOLE_ROW}
     assert "draft tokens are computed on cuda:0" in caplog.text
 
