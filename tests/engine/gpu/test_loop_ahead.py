@@ -14,6 +14,8 @@ from ktransformers.core import FinishReason, SamplingParams, TokenEvent
 from ktransformers.engine.api.batch_loop import BatchLoop, EngineRequest, PrefillChunk
 from ktransformers.engine.api.generate import prefill_and_generate
 from ktransformers.engine.load.builder import Engine, build_engine
+from ktransformers.engine.sampling.logits_request import StepLogits
+from ktransformers.engine.step.forward import ForwardPass, StepInputs
 from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.errors import EngineError, KTransformersError
@@ -104,6 +106,33 @@ def test_steps_are_planned_before_the_one_before_them_is_taken_in(
     assert sum(held) >= 8  # launched before their tokens were known
     loop._loop.call(loop._loop.driver.scheduler.check_integrity)
     assert loop.stats().num_running == 0
+
+
+def test_nothing_is_held_behind_a_step_that_is_not_replayed(
+    loop: BatchLoop[Engine], wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its logits are copied in the order of the stream, and would wait for the step that waits for its tokens."""
+    seen, is_eager = list[tuple[bool, bool]](), [False]
+    run_step, inputs_of, launch_held = ModelRunner.reduced_step, ForwardPass.inputs_of, ModelRunner.launch_held
+
+    def stepping(self: ModelRunner, *inputs: Any) -> StepLogits:
+        is_eager[0] = False
+        return run_step(self, *inputs)
+
+    def eager(self: ForwardPass, *inputs: Any) -> StepInputs:
+        is_eager[0] = True
+        return inputs_of(self, *inputs)
+
+    def launched(self: ModelRunner, *inputs: Any) -> bool:
+        seen.append((is_eager[0], launch_held(self, *inputs)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(ModelRunner, "reduced_step", stepping)
+    monkeypatch.setattr(ForwardPass, "inputs_of", eager)
+    monkeypatch.setattr(ModelRunner, "launch_held", launched)
+    assert [tokens(begun(loop, ids)) for ids in PROMPTS] == wanted
+    assert (False, True) in seen
+    assert (True, True) not in seen
 
 
 def test_suspended_and_resumed(loop: BatchLoop[Engine], wanted: list[list[int]]) -> None:
