@@ -136,7 +136,7 @@ class DraftModelForward:
         return DraftOutput(self._fitted(logits))
 
     def drop_held(self) -> None:
-        """See DraftForward."""
+        """Give up what was launched of a next step, see DraftForward."""
         self._steps.drop_held()
 
     def _known(self, piece: Piece) -> Piece:

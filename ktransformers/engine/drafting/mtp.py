@@ -60,7 +60,7 @@ class MtpForward:
         self._entry.give([self._own_hidden.rows_at(rows)])
 
     def drop_held(self) -> None:
-        """See DraftForward."""
+        """Give up what was launched of a next step, see DraftForward."""
         self._steps.drop_held()
 
     @torch.inference_mode()

@@ -113,6 +113,8 @@ def check_replayed(steps: DrafterSteps) -> None:
     print(f"{sum(few)} of {len(few)} steps of a drafter with few rows were replayed", flush=True)
     assert len(few) > 20
     assert all(few)
+    print(f"{steps.num_held} of {len(steps.seen)} were launched before their tokens were known", flush=True)
+    assert steps.num_held > 10
 
 
 @pytest.mark.parametrize("model_type", ["glm4_moe", "deepseek_v3", "qwen3_next"])
