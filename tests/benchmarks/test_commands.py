@@ -103,9 +103,11 @@ def test_speculative_of_a_random_mtp_layer(capsys: pytest.CaptureFixture[str], m
     """Its steps are run, whatever they find, and draft tokens are as right as asked."""
     small, steps, run_step = small_config("qwen3.6-35b-a3b", 1), list[int](), MtpForward.run
 
-    def watched(forward: MtpForward, pieces: Sequence[Piece], requests: Sequence[LogitsRequest]) -> DraftOutput:
+    def watched(
+        forward: MtpForward, pieces: Sequence[Piece], requests: Sequence[LogitsRequest], behind: Sequence[int] = ()
+    ) -> DraftOutput:
         steps.append(len(pieces))
-        return run_step(forward, pieces, requests)
+        return run_step(forward, pieces, requests, behind)
 
     monkeypatch.setattr(PublishedShape, "config", lambda shape, layers: copy.deepcopy(small))
     monkeypatch.setattr(MtpForward, "run", watched)

@@ -12,9 +12,11 @@ import pytest
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.drafting.drafter import _packed
+from ktransformers.engine.drafting.draws import draw_drafts
 from ktransformers.engine.load.builder import Engine, Hardware, build_engine, plan_model
 from ktransformers.engine.sampling.logits_request import BEST_TOKEN, WHOLE_ROW
 from ktransformers.engine.step.graph_sizes import DRAFT_ROWS
+from ktransformers.errors import EngineError
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.layers.gpu import LayerStack
 from ktransformers.operators.layers.traced import layer_list
@@ -116,6 +118,27 @@ def test_a_model_that_drafts_for_itself_is_never_wrong(tmp_path: Path, monkeypat
     assert answers == plain
     assert num_drafted == num_accepted > 3
     assert all(replayed for rows, replayed, _ in steps.seen if rows <= 4)
+
+
+def test_a_draft_that_fails_leaves_no_gpu_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, graphs, left = gguf_of(tmp_path), FakeGraphs(), iter(range(1))
+
+    def failing(*args: object, **how: bool) -> list[int]:
+        if next(left, None) is None:
+            monkeypatch.setattr("ktransformers.engine.drafting.drafter.draw_drafts", draw_drafts)
+            raise EngineError("nothing is drawn")
+        return draw_drafts(*args, **how)  # type: ignore[arg-type]
+
+    with engine_of(path, fake_hardware(graphs=graphs, draft_rows=(4,)), draft_model=path) as engine:
+        wanted = answers_of(engine, 1, 12)
+        engine.executor.reset()
+        monkeypatch.setattr("ktransformers.engine.drafting.drafter.draw_drafts", failing)
+        num_held = graphs.num_held
+        with pytest.raises(EngineError, match="nothing is drawn"):
+            answers_of(engine, 1, 12)
+        assert graphs.num_held > num_held
+        engine.executor.reset()
+        assert answers_of(engine, 1, 12) == wanted
 
 
 def gguf_of(folder: Path) -> Path:
