@@ -4,11 +4,9 @@
 // Few tokens take one job, in which a thread goes on with tiles of down as soon as there is nothing of up and gate
 // left:
 //
-//   tiles of up and gate ──> who finishes the last of an expert quantizes its rows ──> tiles of down, which wait for
-//   that
-//                                                                                      and meanwhile ask for their
-//                                                                                      weights
-//   tiles of down ──> who finishes the last of some columns combines them
+//   tiles of up and gate ──> who finishes the last of an expert quantizes its rows
+//   tiles of down ─────────> wait for these, and ask for their weights meanwhile
+//                        ──> who finishes the last of some columns combines them
 //
 // Many take a job for each of these, between which rows are laid out as their kernels want them.
 #include "ops/experts/moe.h"

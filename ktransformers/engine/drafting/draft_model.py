@@ -84,7 +84,9 @@ class PieceSteps:
     def drop_held(self) -> None:
         """Let a step come to nothing that was launched and will not be asked for: a GPU must not wait for ever."""
         held, self._held = self._held, None
-        if held is not None:
+        if held is None:
+            self._runner.drop_released()  # of one that failed before it was asked for
+        else:
             self._runner.release(held.token_ids, is_wanted=False)
 
     def _inputs(self, pieces: Sequence[Piece], wanted: Sequence[bool]) -> _Inputs:

@@ -195,7 +195,7 @@ class PlannedDraft:
 
     def __str__(self) -> str:
         places = " and ".join(f"{format_bytes(nbytes)} on {device}" for device, nbytes in self.nbytes.items())
-        (place,) = {device.name for device in self.planned.layer_devices} or {"cpu"}
+        place = " and ".join(sorted({device.name for device in self.planned.layer_devices})) or "cpu"
         why = ": the GPU of the last layer has no room for it" if place == "cpu" else ""
         return f"draft tokens are computed on {place}{why}; that takes {places}"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -152,8 +153,10 @@ class CudaGraphs(GraphBackend):
         cuda: Any = torch.cuda  # parts of it have no types
         self._cuda, self._device = cuda, devices[0]
         driver = CudaDriver(self._device)
-        # Of several devices the others would have to wait, too.
-        self._gate = StepGate(driver) if driver.waits_by_kernel and len(devices) == 1 else None
+        # Of several devices the others would have to wait, too; and a processor that reorders stores may open a latch
+        # before the inputs are there.
+        is_ordered = platform.machine() in ("x86_64", "AMD64")
+        self._latch = StepLatch(driver) if driver.waits_by_kernel and len(devices) == 1 and is_ordered else None
         self._pool, self._stream = cuda.graph_pool_handle(), cuda.Stream(self._device)
         self._sides = [_Side.of(device, cuda) for device in devices[1:]]
         self._done = cuda.Event(blocking=True)  # spinning would take a core from the CPU's experts
@@ -198,8 +201,8 @@ class CudaGraphs(GraphBackend):
     @override
     def launch(self, graph: Replayable, send: Callable[[], None], *, is_held: bool = False) -> None:
         if is_held:
-            assert self._gate is not None, "nothing can hold a step"
-            self._gate.close()
+            assert self._latch is not None, "nothing can hold a step"
+            self._latch.close()
         send()
         graph.replay()
         self._done.record(self._cuda.current_stream(self._device))
@@ -207,22 +210,22 @@ class CudaGraphs(GraphBackend):
     @property
     @override
     def can_hold(self) -> bool:
-        return self._gate is not None
+        return self._latch is not None
 
     @override
     def release(self) -> None:
-        assert self._gate is not None, "nothing was held"
-        self._gate.open()
+        assert self._latch is not None, "nothing was held"
+        self._latch.open()
 
     @override
     def wait(self) -> None:
         self._done.synchronize()
 
 
-class StepGate:
-    """A gate in a GPU's stream: what is launched behind `close` waits for `open`.
+class StepLatch:
+    """A latch in a GPU's stream: what is launched behind `close` waits for `open`.
 
-    A word in pinned memory says which of the gates is the last open one; a kernel reads it again and again.
+    A word in pinned memory says which of the latches is the last open one; a kernel reads it again and again.
     """
 
     def __init__(self, driver: StreamDriver) -> None:
@@ -459,20 +462,27 @@ class CUDAGraphRunner:
         captured.static.stage(inputs)
         for work, count in captured.counts:
             work.expect(count)
-        backend.launch(captured.graph, captured.static.send, is_held=True)
+        try:
+            backend.launch(captured.graph, captured.static.send, is_held=True)
+        except BaseException:
+            backend.release()  # whatever was launched by then: nobody else would
+            raise
         self._held = captured, inputs
         return True
 
-    def release(self, hidden_states: Tensor, token_ids: Tensor) -> Tensor:
-        """Let the step go on that was launched held, once the one before it is over, with the hidden states [T, H] of
-        its tokens int64 [T], on the CPU. Returns logits as `forward` does."""
+    def release(self, token_ids: Tensor, look_up: Callable[[Tensor], Tensor]) -> Tensor:
+        """Let the step go on that was launched held, once the one before it is over, with its tokens int64 [T].
+        look_up: from them to hidden states [T, H] on the CPU. Returns logits as `forward` does. Raises what look_up
+        does; the step goes on all the same."""
         assert self._held is not None, "no step is held"
         assert self._backend is not None, "steps are held by a backend"
         (captured, inputs), self._held = self._held, None
-        captured.static.complete(hidden_states, token_ids)
-        for work, _ in captured.counts:
-            work.set_rows(inputs.num_rows)
-        self._backend.release()
+        try:
+            captured.static.complete(look_up(token_ids), token_ids)
+        finally:  # a GPU that waits for ever ends nothing
+            for work, _ in captured.counts:
+                work.set_rows(inputs.num_rows)
+            self._backend.release()
         assert captured.logits is not None, "steps that are held are replayed"
         return captured.logits[: inputs.num_kept]
 

@@ -178,7 +178,7 @@ class DecodeSteps:
             # A thread that spins for the GPU would take a core from experts on the CPU. Where one is left it may: to
             # sleep and to be woken costs a twelfth of a step of 3 ms.
             has_experts = any(device.async_cpu_experts() for device in self._layout.devices)
-            spins = not has_experts or self._forward.pool.num_threads < usable_cores()
+            spins = usable_cores() > (self._forward.pool.num_threads if has_experts else 1)
             self._fetch = LogitsFetch(self._most_kept, logits.shape[1], where, spins)
         return self._logits[:count].copy_(logits)
 
@@ -229,7 +229,7 @@ class DecodeSteps:
 
     def release(self, token_ids: Tensor) -> None:
         """Let the step go on that was launched held, with its tokens."""
-        self._released = self._graphs.release(self._layout.embedding(token_ids[None])[0], token_ids)
+        self._released = self._graphs.release(token_ids, lambda ids: self._layout.embedding(ids[None])[0])
 
     def drop_released(self) -> None:
         """Forget a step that was released and will not be asked for."""

@@ -88,6 +88,8 @@ class LogitsFetch:
         self._wait(meanwhile)
         missing = _unknown(table, requests)
         if missing:
+            if self._whole is None:  # not pinned: making such memory waits for the GPU, and so for a step that is held
+                self._whole = torch.empty(self._num_rows, self._vocab_size)
             with self._cuda.stream(self._late):
                 self._take(logits, missing, places, len(whole))
                 self._wait(lambda: None)

@@ -63,6 +63,8 @@ class HeldSteps(Protocol):
 
     def release(self, token_ids: torch.Tensor, *, is_wanted: bool = True) -> None: ...
 
+    def drop_released(self) -> None: ...
+
 
 class StepRunner(Protocol):
     """Computes flattened steps, see engine.step.runner.ModelRunner."""
@@ -159,6 +161,9 @@ class PagedExecutor:
         self._runs.clear()
         self._previous = []
         self._begun.clear()
+        steps = self.runner.held_steps
+        if steps is not None:
+            steps.drop_released()  # the next step is another one
         if self.drafter is not None:
             self.drafter.reset()
         if self.tiers is not None:
@@ -197,11 +202,12 @@ class PagedExecutor:
 
     def _release(self, *, is_wanted: bool) -> None:
         """Let the step go on that is held, if any is. is_wanted: whether the tokens that it lacked are there."""
-        held, self._held = self._held, None
+        held = self._held
         if held is None:
             return
         if is_wanted:
             self._complete(held)
+        self._held = None
         steps = self.runner.held_steps
         assert steps is not None, "it holds a step"
         steps.release(held.token_ids, is_wanted=is_wanted)

@@ -52,7 +52,7 @@ class ModelRunner:
         self.hook = HiddenStatesHook(forward_pass.model)
         self._profile: GpuProfile | None = None
         self._held_rows = self._unfinished_rows = 0
-        self._is_padded = False  # the step under way: what it leaves comes before whatever is launched behind it
+        self._is_padded = False  # the step under way
 
     @property
     def runs_apart(self) -> bool:
@@ -102,9 +102,9 @@ class ModelRunner:
         decode = None if self.hook.is_open else self._decode
         if decode is not None and not decode.takes(context, len(keep)):
             decode = None
-        is_shared = decode is not None and decode.is_shared(context, len(keep))
         self._is_padded = decode is not None
-        self._begin_step(token_ids, positions, context, keep, is_padded=self._is_padded, is_shared=is_shared)
+        is_shared = decode is not None and decode.is_shared(context, len(keep))
+        self._begin_step(token_ids, positions, context, keep, is_padded=decode is not None, is_shared=is_shared)
         profile = self._profile
         if decode is not None:
             logits = decode.step(
@@ -133,11 +133,12 @@ class ModelRunner:
         """Launch the next step behind the one under way, from within `meanwhile`; it goes on when `release` brings its
         tokens, and its results are those of the next `reduced_step`. Whether that can be.
 
-        Until then nothing may wait for the GPU but for results of the step under way. Its hidden states are gone then.
+        Until then nothing may wait for the GPU but for results of the step under way, whose copies are launched by
+        then where it is padded, and not in others. Its hidden states are gone when the step goes on.
         """
-        decode = self._decode if self._is_padded else None  # the logits of others are copied in the order of the stream
+        decode = self._decode
         is_alone = self._broadcast is None and self._send_output is None and self._profile is None
-        if decode is None or self.hook.is_open or not is_alone:
+        if decode is None or not self._is_padded or not is_alone:
             return False
         if not decode.launch_held(token_ids, positions, context, keep):
             return False
@@ -152,16 +153,26 @@ class ModelRunner:
         decode, layout = self._decode, self._pass.layout
         assert decode is not None, "no step is held"
         assert layout is not None, "steps are held on GPUs"
-        decode.release(token_ids)
         self._held_rows, unfinished, self._unfinished_rows = 0, self._unfinished_rows, 0
+        decode.release(token_ids)
         if not is_wanted:
             decode.drop_released()
+            layout.wait()
+            try:
+                layout.check_experts()  # of both steps, lest the next one has their errors
+            except EngineError as error:
+                logger.warning("in a step that comes to nothing: %s", error)
             return
         try:
             layout.finish(unfinished)
         except EngineError:
             decode.drop_released()
             raise
+
+    def drop_released(self) -> None:
+        """Forget a step that was released, and for which `reduced_step` will not be called after all."""
+        if self._decode is not None:
+            self._decode.drop_released()
 
     @torch.inference_mode()
     def follow(

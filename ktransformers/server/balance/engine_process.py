@@ -14,6 +14,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import zmq
@@ -44,8 +45,11 @@ logger = logging.getLogger("ktransformers.engine")
 PROGRESS_SECONDS = 0.1
 """Between two reports while loading."""
 
-_LAST_STEPS = 4
-"""Whose least time, half of it, the next step may take to come."""
+_LAST_STEPS = 8
+"""Of those with no more rows, half of the least time is what the next step may take to come."""
+
+_MOST_WAIT = 2
+"""Milliseconds that it may take at most: the scheduler answers within one."""
 
 
 class Executor(Protocol):
@@ -122,7 +126,8 @@ class _Work:
     def __init__(self, executor: Executor, epoch: int, steps: zmq.Socket[bytes], results: zmq.Socket[bytes]) -> None:
         self._executor, self._epoch, self._steps, self._results = executor, epoch, steps, results
         self._came: deque[EngineWork] = deque()
-        self._seconds: deque[float] = deque(maxlen=_LAST_STEPS)
+        self._last: deque[tuple[int, float]] = deque(maxlen=_LAST_STEPS)  # rows of steps, and seconds without waiting
+        self._waited = 0.0
 
     def run(self) -> int:
         """Does not return. Raises what the executor raises."""
@@ -147,20 +152,25 @@ class _Work:
         if isinstance(self._came[-1], StepPlan):
             self._executor.begin(self._came[-1])
 
-    def _look_ahead(self) -> None:
-        """While a GPU computes a step: prepare the one behind it. The scheduler may only now be planning that, which
-        is waited for as long as no step was through by then."""
-        if not self._came and self._steps.poll(int(500 * min(self._seconds, default=0.0))):
+    def _look_ahead(self, num_rows: int) -> None:
+        """While a GPU computes a step of so many rows: prepare the one behind it. The scheduler may only now be
+        planning that, which is waited for, but for no longer than the step is sure to take: there may be none."""
+        least = min((seconds for rows, seconds in self._last if rows <= num_rows), default=0.0)
+        began = time.monotonic()
+        if not self._came and self._steps.poll(min(int(500 * least), _MOST_WAIT)):
             self._receive()
+        self._waited = time.monotonic() - began
         if self._came and isinstance(self._came[0], StepPlan):
             self._executor.prepare(self._came[0])
 
     def _do(self, work: EngineWork) -> None:
         match work:
             case StepPlan():
-                result = self._executor.execute(work, self._look_ahead if self._executor.runs_apart else None)
+                look_ahead = partial(self._look_ahead, work.num_tokens) if self._executor.runs_apart else None
+                result = self._executor.execute(work, look_ahead)
                 self._results.send(encode(result))
-                self._seconds.append(result.seconds)
+                self._last.append((work.num_tokens, result.seconds - self._waited))
+                self._waited = 0.0
             case ProfileOn(endpoint):
                 _record(self._executor, endpoint, self._epoch)
             case ProfileOff():

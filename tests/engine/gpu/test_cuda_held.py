@@ -14,7 +14,8 @@ from ktransformers.engine.api.batch_loop import BatchLoop
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import Hardware, build_engine
 from ktransformers.engine.sampling.logits_request import RequestedLogits
-from ktransformers.engine.step.cuda_graph_runner import StepGate
+from ktransformers.engine.step.cuda_graph_runner import StepLatch
+from ktransformers.engine.step.graph_sizes import GRAPH_ROWS
 from ktransformers.engine.step.logits_fetch import LogitsFetch
 from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.engine.step.runner import ModelRunner
@@ -72,6 +73,16 @@ def test_answers_are_the_same(config: EngineConfig, monkeypatch: pytest.MonkeyPa
     assert found == answers(config)
 
 
+def test_nothing_is_held_behind_prompts_that_no_graph_takes() -> None:
+    """Twice: nothing is held before decode steps are known."""
+    path = next(iter(sorted(DEMO_MODEL_PATH.glob("*.gguf"))))
+    config = EngineConfig(gguf_path=path, cache_lens=4096, chunk_size=2048, speculative="off", prefix_cache=False)
+    prompt = [3 + i % 500 for i in range(GRAPH_ROWS[-1] + 200)]
+    with LLM.from_loop(BatchLoop(lambda report: build_engine(config, report, gpu_hardware(), max_batch_size=4))) as llm:
+        first, second = (llm.generate([[start, *prompt]], CASES[:1])[0] for start in (7, 7))
+    assert first.token_ids == second.token_ids
+
+
 def test_a_step_that_fails_leaves_no_gpu_waiting(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     sample, left = PagedExecutor._sample, iter(range(5))
 
@@ -94,22 +105,22 @@ def test_rows_that_are_asked_for_late_come_beside_a_step_that_is_held() -> None:
     """More tokens than there is room for are equally good."""
     device = torch.device("cuda")
     driver, fetch, needs = CudaDriver(device), LogitsFetch(2, 4096, device), [8, 8]
-    gate = StepGate(driver)
+    latch = StepLatch(driver)
     logits = torch.zeros(2, 4096, device=device)
     logits[1, 7] = 3.0
     behind = torch.zeros(1, device=device)
     fetch.requested(logits, needs)  # kernels are loaded, which waits for the GPU
-    gate.close()
-    gate.open()
+    latch.close()
+    latch.open()
     torch.cuda.synchronize()
 
     def hold() -> None:
-        gate.close()
+        latch.close()
         behind.add_(1)
 
     found = fetch.requested(logits, needs, hold)
     assert isinstance(found, RequestedLogits)
     assert torch.equal(found.whole, torch.zeros(1, 4096))
-    gate.open()
+    latch.open()
     torch.cuda.synchronize()
     assert behind.item() == 1

@@ -8,19 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason, SamplingParams, TokenEvent
 from ktransformers.engine.api.batch_loop import BatchLoop, EngineRequest, PrefillChunk
 from ktransformers.engine.api.generate import prefill_and_generate
 from ktransformers.engine.load.builder import Engine, build_engine
-from ktransformers.engine.sampling.logits_request import StepLogits
-from ktransformers.engine.step.forward import ForwardPass, StepInputs
+from ktransformers.engine.step.decode import DecodeSteps
+from ktransformers.engine.step.decode_inputs import StaticInputs
+from ktransformers.engine.step.forward import ForwardPass
+from ktransformers.engine.step.layout import StepLayout
 from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.errors import EngineError, KTransformersError
 from ktransformers.scheduler.records import StepPlan, StepResult
-from tests.support.engines.fake_gpus import fake_hardware
+from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.engines.gpu_engines import gpu_engine
 from tests.support.engines.sequential import Session
 from tests.support.models.tiny_models import tiny_model, write_safetensors
@@ -108,33 +111,6 @@ def test_steps_are_planned_before_the_one_before_them_is_taken_in(
     assert loop.stats().num_running == 0
 
 
-def test_nothing_is_held_behind_a_step_that_is_not_replayed(
-    loop: BatchLoop[Engine], wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its logits are copied in the order of the stream, and would wait for the step that waits for its tokens."""
-    seen, is_eager = list[tuple[bool, bool]](), [False]
-    run_step, inputs_of, launch_held = ModelRunner.reduced_step, ForwardPass.inputs_of, ModelRunner.launch_held
-
-    def stepping(self: ModelRunner, *inputs: Any) -> StepLogits:
-        is_eager[0] = False
-        return run_step(self, *inputs)
-
-    def eager(self: ForwardPass, *inputs: Any) -> StepInputs:
-        is_eager[0] = True
-        return inputs_of(self, *inputs)
-
-    def launched(self: ModelRunner, *inputs: Any) -> bool:
-        seen.append((is_eager[0], launch_held(self, *inputs)))
-        return seen[-1][1]
-
-    monkeypatch.setattr(ModelRunner, "reduced_step", stepping)
-    monkeypatch.setattr(ForwardPass, "inputs_of", eager)
-    monkeypatch.setattr(ModelRunner, "launch_held", launched)
-    assert [tokens(begun(loop, ids)) for ids in PROMPTS] == wanted
-    assert (False, True) in seen
-    assert (True, True) not in seen
-
-
 def test_suspended_and_resumed(loop: BatchLoop[Engine], wanted: list[list[int]]) -> None:
     events, found = begun(loop, PROMPTS[0], "a"), list[int]()
     while len(found) < 12:
@@ -182,3 +158,102 @@ def test_a_step_that_fails(loop: BatchLoop[Engine], wanted: list[list[int]], mon
     with pytest.raises(EngineError, match="failed with RuntimeError: out of luck"):
         tokens(begun(loop, PROMPTS[0]))
     assert tokens(begun(loop, PROMPTS[0])) == wanted[0]
+
+
+def test_a_step_that_was_released_is_no_other_ones(
+    loop: BatchLoop[Engine], wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that fails once the step behind it was released: that one comes to nothing."""
+    result, left = PagedExecutor._tier_result, iter(range(5))
+
+    def failing(self: PagedExecutor, *args: float) -> object:
+        if next(left, None) is None:
+            monkeypatch.setattr(PagedExecutor, "_tier_result", result)
+            raise RuntimeError("out of luck")
+        return result(self, *args)
+
+    monkeypatch.setattr(PagedExecutor, "_tier_result", failing)
+    with pytest.raises(EngineError, match="failed with RuntimeError: out of luck"):
+        tokens(begun(loop, PROMPTS[0]))
+    assert tokens(begun(loop, PROMPTS[2])) == wanted[2]
+
+
+def test_nothing_is_held_behind_a_step_that_is_not_padded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its logits are copied when the next one is prepared: behind a held step, which waits for them."""
+    graphs, num_copied, run, kept = FakeGraphs(), [0], ForwardPass.run, DecodeSteps._kept
+
+    class OnGpu(torch.Tensor):
+        def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            assert graphs._held is None, "the host waits for a step that waits for the host"
+            num_copied[0] += 1
+            return self.as_subclass(torch.Tensor).to(*args, **kwargs)
+
+    monkeypatch.setattr(ForwardPass, "run", lambda *args: run(*args).as_subclass(OnGpu))
+    monkeypatch.setattr(DecodeSteps, "_kept", lambda self, logits: kept(self, logits.as_subclass(torch.Tensor)))
+    config = EngineConfig(model_path=path, cache_lens=64, cpu_infer=1, chunk_size=4)
+    loop = BatchLoop(lambda report: build_engine(config, page_size=8, hardware=fake_hardware(graphs=graphs)))
+    try:
+        for ids in PROMPTS[0], PROMPTS[2][:7]:  # the second one when decode steps are known
+            num_copied[0], num_held = 0, graphs.num_held
+            tokens(begun(loop, ids))
+            assert num_copied[0] == 2
+            assert graphs.num_held > num_held
+    finally:
+        loop.close()
+
+
+@pytest.mark.parametrize("failing", ["launch", "complete"])
+def test_a_step_that_cannot_be_held_or_released_leaves_no_gpu_waiting(
+    failing: str, path: Path, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs, owner = FakeGraphs(), FakeGraphs if failing == "launch" else StaticInputs
+    work = getattr(owner, failing)
+
+    def fails(*args: Any, is_held: bool = failing != "launch", **kwargs: Any) -> None:
+        if failing == "launch":
+            work(*args, is_held=is_held, **kwargs)
+        if is_held:
+            monkeypatch.setattr(owner, failing, work)
+            raise RuntimeError("out of luck")
+
+    config = EngineConfig(model_path=path, cache_lens=64, cpu_infer=1, chunk_size=4)
+    loop = BatchLoop(lambda report: build_engine(config, page_size=8, hardware=fake_hardware(graphs=graphs)))
+    try:
+        assert tokens(begun(loop, PROMPTS[1])) == wanted[1]
+        monkeypatch.setattr(owner, failing, fails)
+        with pytest.raises(EngineError, match="out of luck"):
+            tokens(begun(loop, PROMPTS[1]))
+        assert tokens(begun(loop, PROMPTS[1])) == wanted[1]
+    finally:
+        loop.close()
+
+
+def test_errors_of_experts_in_a_step_that_failed_are_no_other_ones(
+    path: Path, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The CPU's thread keeps its error until somebody asks."""
+    kept, check, sample, left = list[str](), StepLayout.check_experts, PagedExecutor._sample, iter(range(5))
+
+    def checked(self: StepLayout) -> None:
+        check(self)
+        if kept:
+            raise EngineError(kept.pop())
+
+    def failing(self: PagedExecutor, *args: object) -> object:
+        if next(left, None) is None:
+            monkeypatch.setattr(PagedExecutor, "_sample", sample)
+            kept.append("experts out of luck")
+            raise RuntimeError("out of luck")
+        return sample(self, *args)  # type: ignore[arg-type]
+
+    config = EngineConfig(model_path=path, cache_lens=64, cpu_infer=1, chunk_size=4)
+    loop = BatchLoop(lambda report: build_engine(config, page_size=8, hardware=fake_hardware()))
+    monkeypatch.setattr(StepLayout, "check_experts", checked)
+    monkeypatch.setattr(PagedExecutor, "_sample", failing)
+    try:
+        with pytest.raises(EngineError, match="RuntimeError: out of luck"):
+            tokens(begun(loop, PROMPTS[1]))
+        assert "in a step that comes to nothing: experts out of luck" in caplog.text
+        assert tokens(begun(loop, PROMPTS[1])) == wanted[1]
+    finally:
+        loop.close()

@@ -183,7 +183,7 @@ def test_steps_that_are_launched_before_their_tokens_are_known():
         assert graphs.launch_held(unknown)
         assert torch.equal(logits, before)
         assert work.expected == [(2, 2)] * (1 + step)
-        logits = graphs.release(inputs.hidden_states, torch.zeros(2, dtype=torch.int64))
+        logits = graphs.release(torch.zeros(2, dtype=torch.int64), lambda ids, at=inputs: at.hidden_states)
         want = torch.stack([torch.bincount(torch.tensor(one), minlength=VOCAB) for one in sequences])
         assert torch.equal(logits, want.float())
     assert backend.events[-8:] == ["held"] * 8
