@@ -2,22 +2,26 @@
 
 What such a model samples soon runs in circles, and no text drafts it. So each request has an answer of random tokens:
 the model computes and samples as ever, and then the answer's token is taken in place of the sampled one. Drafts are the
-same tokens, each made a wrong one with a given probability. All else is what it is: steps, graphs, and the planner,
-which learns how often drafts are right and what they cost.
+same tokens, each made a wrong one with a given probability; where the engine drafts, they take the place of its own,
+once it has found these. All else is what it is: steps, graphs, and the planner, which learns how often drafts are right
+and what they cost.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import lru_cache
+from typing import TypeAlias
 from unittest import mock
 
+from ktransformers.engine.drafting.drafter import ModelDrafter
 from ktransformers.engine.sampling.logits_request import StepLogits
 from ktransformers.engine.sampling.sampler import RequestSampler, SampledToken, sample_each
 from ktransformers.engine.step import paged
+from ktransformers.engine.step.drafts import DraftRequest
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.scheduler.drafting import planner
@@ -25,6 +29,8 @@ from ktransformers.scheduler.drafting.acceptance import AcceptanceRates
 from ktransformers.scheduler.drafting.prompt_lookup import MAX_MATCH, behind_next
 
 __all__ = ["KnownAnswers", "KnownDrafter"]
+
+Draft: TypeAlias = Callable[[ModelDrafter, Sequence[DraftRequest]], list[list[int]]]
 
 
 class KnownDrafter:
@@ -79,6 +85,7 @@ class KnownAnswers:
         self._seeds: dict[tuple[int, ...], int] = {}  # by prompt
         self._rates = AcceptanceRates(MAX_MATCH)  # of these drafts alone: the planner's may know others
         self.tokens = lru_cache(maxsize=None)(self._tokens)
+        self.drafts = lru_cache(maxsize=None)(self._with_wrong_ones)
 
     def _tokens(self, seed: int) -> list[int]:
         """Return the tokens of prompt and answer."""
@@ -91,7 +98,7 @@ class KnownAnswers:
         self._seeds[tuple(prompt)] = seed
         return prompt
 
-    def drafts(self, seed: int) -> list[int]:
+    def _with_wrong_ones(self, seed: int) -> list[int]:
         """Return the prompt, and the answer with wrong tokens in it."""
         rng, size = random.Random(f"wrong {seed}"), self._vocab_size
         return [
@@ -100,13 +107,31 @@ class KnownAnswers:
         ]
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """While open, requests of any engine in this process have these answers and drafts."""
-        with (
-            mock.patch.object(paged, "sample_each", self._sampled),
-            mock.patch.object(planner, "PromptLookup", self._drafter),
-        ):
+    def in_place(self, drafter: str) -> Iterator[None]:
+        """While open, requests of any engine in this process have these answers and drafts. drafter: "ngram" looks
+        nothing up; of others the engine drafts by its model, and the text is looked at as ever."""
+        with ExitStack() as patches:
+            patches.enter_context(mock.patch.object(paged, "sample_each", self._sampled))
+            if drafter == "ngram":
+                patches.enter_context(mock.patch.object(planner, "PromptLookup", self._drafter))
+            else:
+                known = self._drafting(ModelDrafter.draft)
+                patches.enter_context(mock.patch.object(ModelDrafter, "draft", known))
             yield
+
+    def _drafting(self, draft: Draft) -> Draft:
+        """What drafts by a model, with known drafts in the place of those that it finds."""
+
+        def known(drafter: ModelDrafter, requests: Sequence[DraftRequest]) -> list[list[int]]:
+            draft(drafter, requests)
+            return [self._behind(request) for request in requests]
+
+        return known
+
+    def _behind(self, request: DraftRequest) -> list[int]:
+        assert request.sampler.params.seed is not None
+        first = request.position + 1
+        return self.drafts(request.sampler.params.seed)[first : first + request.num_drafts]
 
     def _sampled(
         self,

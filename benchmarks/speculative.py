@@ -8,7 +8,10 @@ GPUs it is counted how many answers are others. The bound is what steps allow: a
 accepted takes n - a steps, so that it would be n / (n - a) times as fast if a step took the same with draft tokens.
 
 With --synthetic SHAPE, random weights answer with tokens that are known beforehand, of which --accept of the drafts are
-right (known_answers.py): greedy, behind --prompt_len tokens.
+right (known_answers.py): greedy, behind --prompt_len tokens. With --drafter mtp the layer for multi-token prediction
+has random weights, too, and takes its steps. Answers without draft tokens are those of the first drafter's engine.
+
+Columns: "drafts" and "draft ms" are draft tokens of a step that decodes, and what finding them took of it.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from statistics import median
-from typing import TypeAlias
+from typing import NamedTuple
+from unittest import mock
 
 from benchmarks.command import benchmark_parser
 from benchmarks.known_answers import KnownAnswers
@@ -36,8 +40,10 @@ from ktransformers.engine.api.batch_loop import BatchLoop
 from ktransformers.engine.api.llm import LLM, RequestOutput
 from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.model.opened import OpenedModel, open_model, open_synthetic
+from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.errors import ConfigError, EngineError
-from ktransformers.models.synthetic_shapes import find_shape
+from ktransformers.models.synthetic_shapes import SHAPES, find_shape
+from ktransformers.scheduler.records import StepPlan, StepResult
 from ktransformers.system.cores import usable_cores
 from ktransformers.weights.synthetic import ROUTINGS
 
@@ -82,6 +88,9 @@ _COLUMNS = (
     Column("off_ms", 8, ".3f", "off ms"),
     Column("ms", 8, ".3f", "ms"),
     Column("ratio", 8, ".2f", "x faster"),
+    Column("tokens_s", 8, ".1f", "tokens/s"),
+    Column("drafts", 7, ".2f"),
+    Column("draft_ms", 8, ".3f", "draft ms"),
     Column("bound", 7, ".2f"),
     Column("accepted", 8),
     Column("drafted", 7),
@@ -89,8 +98,14 @@ _COLUMNS = (
 )
 _SPARE_LEN = 512  # tokens of the cache for a sequence beside its own, which fill whole pages
 
-Answers: TypeAlias = tuple[float, list[RequestOutput]]
-"""Seconds of the decode of answers side by side, and these."""
+
+class Answers(NamedTuple):
+    """Answers side by side: seconds of their decode, these, steps that decoded, and seconds of finding draft tokens."""
+
+    seconds: float
+    outputs: list[RequestOutput]
+    num_steps: int
+    draft_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,19 +133,32 @@ def _answers(llm: LLM, kind: str, num_streams: int, max_tokens: int, seed: int) 
     params = [replace(asked, max_tokens=max_tokens, seed=seed + i) for i in range(num_streams)]
     given = [prompts[(seed + i) % len(prompts)] for i in range(num_streams)]
     if prompts is _QUESTIONS:
-        return _timed(llm.chat([[{"role": "user", "content": question}] for question in given], params))
-    return _timed(llm.generate(given, params))
+        return _timed(lambda: llm.chat([[{"role": "user", "content": question}] for question in given], params))
+    return _timed(lambda: llm.generate(given, params))
 
 
-def _known_answers(llm: LLM, known: KnownAnswers, params: SamplingParams, num_streams: int, seed: int) -> Answers:
+def _known_answers(
+    llm: LLM, known: KnownAnswers, params: SamplingParams, num_streams: int, drafter: str, seed: int
+) -> Answers:
     seeds = [1000 * seed + i for i in range(num_streams)]
-    with known.in_place():
+    with known.in_place(drafter):
         prompts = [known.prompt(one) for one in seeds]
-        return _timed(llm.generate(prompts, [replace(params, seed=one) for one in seeds]))
+        return _timed(lambda: llm.generate(prompts, [replace(params, seed=one) for one in seeds]))
 
 
-def _timed(outputs: list[RequestOutput]) -> Answers:
-    return max(output.stats.decode_seconds for output in outputs), outputs
+def _timed(answer: Callable[[], list[RequestOutput]]) -> Answers:
+    """Answer, and watch the steps that decode."""
+    execute, steps = PagedExecutor.execute, list[float]()
+
+    def watched(executor: PagedExecutor, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> StepResult:
+        result = execute(executor, plan, meanwhile)
+        if plan.rows and all(row.is_sampled and row.num_tokens == 1 + row.num_drafts for row in plan.rows):
+            steps.append(result.draft_seconds)
+        return result
+
+    with mock.patch.object(PagedExecutor, "execute", watched):
+        outputs = answer()
+    return Answers(max(output.stats.decode_seconds for output in outputs), outputs, len(steps), sum(steps))
 
 
 @dataclass(slots=True)
@@ -143,12 +171,17 @@ class _Pairs:
     num_drafted: int = 0
     num_accepted: int = 0
     num_other: int = 0
+    num_streams: int = 0
+    num_steps: int = 0
+    draft_seconds: float = 0.0
 
     def add(self, plain: Answers, drafting: Answers, num_other: int) -> None:
         """Count a pair. num_other: how many of its answers are others."""
-        for times, (seconds, outputs) in ((self.off, plain), (self.on, drafting)):
-            times.append(seconds / max(len(one.token_ids) for one in outputs) * 1e3)
-        got = drafting[1]
+        for times, answers in ((self.off, plain), (self.on, drafting)):
+            times.append(answers.seconds / max(len(one.token_ids) for one in answers.outputs) * 1e3)
+        got = drafting.outputs
+        self.num_streams, self.num_steps = len(got), self.num_steps + drafting.num_steps
+        self.draft_seconds += drafting.draft_seconds
         self.num_tokens += sum(len(one.token_ids) for one in got)
         self.num_drafted += sum(one.stats.num_drafted for one in got)
         self.num_accepted += sum(one.stats.num_accepted for one in got)
@@ -160,6 +193,9 @@ class _Pairs:
             "off_ms": median(self.off),
             "ms": median(self.on),
             "ratio": median(before / after for before, after in zip(self.off, self.on, strict=True)),
+            "tokens_s": self.num_streams / median(self.on) * 1e3,
+            "drafts": self.num_drafted / self.num_steps,
+            "draft_ms": self.draft_seconds / self.num_steps * 1e3,
             "bound": self.num_tokens / (self.num_tokens - self.num_accepted),
             "accepted": self.num_accepted,
             "drafted": self.num_drafted,
@@ -177,7 +213,7 @@ def _compare(
         want = plain(seed)
         for name, answer in drafting.items():
             got = answer(seed)
-            num_other = sum(one.token_ids != two.token_ids for one, two in zip(want[1], got[1], strict=True))
+            num_other = sum(one.token_ids != two.token_ids for one, two in zip(want.outputs, got.outputs, strict=True))
             if num_other and is_exact:
                 raise EngineError(f"seed {seed}: an answer is another one with draft tokens of {name}")
             if seed:  # what was never run before is slower
@@ -213,22 +249,27 @@ def _of_texts(work: SpeculativeWork, num_streams: int, table: FigureTable) -> No
 
 
 def _of_shape(work: SpeculativeWork, num_streams: int, table: FigureTable) -> None:
-    """Add a line for each acceptance. One model is loaded; answers without draft tokens ask for none."""
+    """Add a line for each acceptance and drafter. A model is loaded for each drafter; answers without draft tokens ask
+    the first one for none."""
     assert work.synthetic is not None
-    max_tokens = work.config.max_new_tokens
+    shape, max_tokens = find_shape(work.synthetic), work.config.max_new_tokens
     room = num_streams * (work.prompt_len + max_tokens + _SPARE_LEN)
-    config = replace(work.config, speculative="ngram", cache_lens=work.config.cache_lens or room)
-    opened = open_synthetic(config, find_shape(work.synthetic).config(work.layers), work.routing)
-    with _loaded(opened.config, opened, num_streams) as llm:
-        asked = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
+
+    def load(speculative: str) -> LLM:
+        config = replace(work.config, speculative=speculative, cache_lens=work.config.cache_lens or room)
+        opened = open_synthetic(config, shape.config(work.layers), work.routing)
+        return _loaded(opened.config, opened, num_streams)
+
+    asked = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
+    with ExitStack() as loaded:
+        llms = {name: loaded.enter_context(load(name)) for name in work.drafters}
+        (first, llm), *_ = llms.items()
         for accept in work.accepts:
             known = KnownAnswers(llm.engine.model.vocab_size, accept, work.prompt_len, max_tokens)
-            plain, drafting = (
-                partial(_known_answers, llm, known, params, num_streams)
-                for params in (replace(asked, max_drafts=0), asked)
-            )
-            figures = _compare(plain, {"ngram": drafting}, work.repeats, is_exact=True)["ngram"]
-            table.add({"prompts": f"{accept:g}", "streams": num_streams, "drafter": "ngram", **figures})
+            plain = partial(_known_answers, llm, known, replace(asked, max_drafts=0), num_streams, first)
+            ways = {name: partial(_known_answers, one, known, asked, num_streams, name) for name, one in llms.items()}
+            for name, figures in _compare(plain, ways, work.repeats, is_exact=True).items():
+                table.add({"prompts": f"{accept:g}", "streams": num_streams, "drafter": name, **figures})
 
 
 def bench_speculative(work: SpeculativeWork) -> Record:
@@ -263,8 +304,9 @@ def _speculative(args: argparse.Namespace) -> int:
     drafters = tuple(args.drafter.split(","))
     if unknown := [name for name in drafters if name not in _DRAFTERS]:
         raise ConfigError(f"--drafter {unknown[0]}: give {', '.join(_DRAFTERS)}, or both with a comma between")
-    if args.synthetic is not None and drafters != _DRAFTERS[:1]:
-        raise ConfigError("--drafter is of a model: draft tokens of a --synthetic shape are known beforehand")
+    if args.synthetic is not None and "mtp" in drafters and not find_shape(args.synthetic).has_mtp:
+        names = ", ".join(name for name, shape in SHAPES.items() if shape.has_mtp)
+        raise ConfigError(f"--drafter mtp: {args.synthetic} has no layer for multi-token prediction; {names} have one")
     of_shapes = args.accept, args.prompt_len, args.routing
     if args.synthetic is None and any(value is not None for value in of_shapes):
         raise ConfigError("--accept, --prompt_len and --routing are of a --synthetic shape; texts have their own")

@@ -28,12 +28,13 @@ __all__ = ["SHAPES", "PublishedShape", "find_shape", "small_config"]
 @dataclass(frozen=True, slots=True)
 class PublishedShape:
     """Shape of a published model, by name. num_layers: of the whole model; make(n) is its config with the first n of
-    them.
+    them. has_mtp: whether its files hold a layer for multi-token prediction.
     """
 
     name: str
     num_layers: int
     make: Callable[[int], PretrainedConfig]
+    has_mtp: bool = False
 
     def config(self, num_layers: int | None = None) -> PretrainedConfig:
         """Return the config with `num_layers` layers, all by default. Raises ConfigError when the model has not so
@@ -259,11 +260,11 @@ SHAPES: Mapping[str, PublishedShape] = {
     for shape in (
         PublishedShape("qwen3-30b-a3b", 48, _qwen3_30b_a3b),
         PublishedShape("deepseek-v2-lite", 27, _deepseek_v2_lite),
-        PublishedShape("deepseek-v3", 61, _deepseek_v3),
+        PublishedShape("deepseek-v3", 61, _deepseek_v3, has_mtp=True),
         PublishedShape("gpt-oss-20b", 24, partial(_gpt_oss, num_experts=32)),
         PublishedShape("gpt-oss-120b", 36, partial(_gpt_oss, num_experts=128)),
-        PublishedShape("qwen3.6-35b-a3b", 40, _qwen3_6_35b_a3b),
-        PublishedShape("qwen3-coder-next", 48, _qwen3_coder_next),
+        PublishedShape("qwen3.6-35b-a3b", 40, _qwen3_6_35b_a3b, has_mtp=True),
+        PublishedShape("qwen3-coder-next", 48, _qwen3_coder_next, has_mtp=True),
         PublishedShape("qwen3-32b", 64, _qwen3_32b),
     )
 }

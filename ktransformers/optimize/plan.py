@@ -81,6 +81,7 @@ class Plan:
     {what: {device: bytes}} ("kv cache"). tied: {tensor name: name it is tied to}. shared: {module: module whose
     memory it uses}, counted once. layer_devices: where the decoder layers live, in order. devices: what the names mean.
     slots: of experts modules on the CPU of which some experts have a slot on a GPU: that device, and their share.
+    fallbacks: modules on the CPU for which a rule names a GPU.
     """
 
     model_type: str
@@ -96,6 +97,16 @@ class Plan:
     layer_devices: tuple[LayerDevice, ...] = ()
     devices: Devices = field(default_factory=Devices)
     slots: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    fallbacks: tuple[str, ...] = ()
+
+    def report_fallback(self) -> None:
+        """Log that there is no GPU for modules that rules place on one, if there are any."""
+        if self.fallbacks:
+            logger.info(
+                "%s places %d modules on cuda; there is no CUDA device that this version uses, they run on the CPU",
+                _name_of(self.rule_file),
+                len(self.fallbacks),
+            )
 
     @property
     def weight_bytes(self) -> dict[str, int]:
@@ -181,7 +192,6 @@ def make_plan(
     layer_devices = LayerDevices(model, model_type, rules, machine, choices.transfer)
     planner = _Planner(model, rules, operator_config, source, machine, choices.moved, layer_devices)
     planner.visit(model, "", None)
-    planner.report_fallback()
     unmatched = report_unmatched(model, model_type, rules, planner.decided, strict)
     shared = _shared_modules(planner.entries, planner.tied)
     entries = _count_once(planner.entries, shared)
@@ -198,6 +208,7 @@ def make_plan(
         shared=shared,
         layer_devices=tuple(planner.layer_devices.layers.values()),
         devices=operator_config.devices,
+        fallbacks=tuple(planner.fallbacks),
     )
 
 
@@ -225,7 +236,7 @@ class _Planner:
         self.kept: dict[str, nn.Module] = {}
         self.problems: list[str] = []
         self._seen: dict[int, str] = {}
-        self._fallbacks: list[str] = []
+        self.fallbacks: list[str] = []
 
     def visit(self, module: nn.Module, key: str, closed: Rule | None) -> None:
         """Plan `module` and its children. closed: the rule above that said `recursive: false`, if any did."""
@@ -390,15 +401,7 @@ class _Planner:
     def _note_fallback(self, rule: Rule | None, key: str, placement: Placement) -> None:
         is_on_cpu = {placement.generate_device, placement.prefill_device, placement.out_device} == {"cpu"}
         if rule is not None and is_on_cpu and set(self._wanted(rule, key)) != {"cpu"}:
-            self._fallbacks.append(key)
-
-    def report_fallback(self) -> None:
-        if self._fallbacks:
-            logger.info(
-                "%s places %d modules on cuda; there is no CUDA device that this version uses, they run on the CPU",
-                _name_of(self.rules.file),
-                len(self._fallbacks),
-            )
+            self.fallbacks.append(key)
 
 
 def _name_of(file: str) -> str:

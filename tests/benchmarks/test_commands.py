@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import runpy
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,10 @@ from benchmarks import sampling, scheduler, soak, speculative
 from benchmarks.fidelity import __main__ as fidelity
 from benchmarks.fidelity.kv import divergences
 from benchmarks.known_answers import KnownAnswers
+from ktransformers.engine.drafting.drafter import DraftOutput, LogitsRequest, Piece
+from ktransformers.engine.drafting.mtp import MtpForward
 from ktransformers.kernels.cpu import limits
+from ktransformers.models.synthetic_shapes import PublishedShape, small_config
 from ktransformers.scheduler.drafting.row_costs import RowCosts
 from tests.support.models.demo import DEMO_CHECKPOINT
 from tests.support.servers.fake_speed_server import FakeServerProcess, http_server
@@ -91,6 +96,36 @@ def test_speculative_of_random_weights(capsys: pytest.CaptureFixture[str]) -> No
     assert wrong["accepted"] == 0 < wrong["drafted"]
     assert right["other"] == wrong["other"] == 0
     assert record["work"]["synthetic"] == "qwen3-30b-a3b"
+
+
+@pytest.mark.usefixtures("equal_steps")
+def test_speculative_of_a_random_mtp_layer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its steps are run, whatever they find, and draft tokens are as right as asked."""
+    small, steps, run_step = small_config("qwen3.6-35b-a3b", 1), list[int](), MtpForward.run
+
+    def watched(
+        forward: MtpForward, pieces: Sequence[Piece], requests: Sequence[LogitsRequest], behind: Sequence[int] = ()
+    ) -> DraftOutput:
+        steps.append(len(pieces))
+        return run_step(forward, pieces, requests, behind)
+
+    monkeypatch.setattr(PublishedShape, "config", lambda shape, layers: copy.deepcopy(small))
+    monkeypatch.setattr(MtpForward, "run", watched)
+    shape = ("--synthetic", "qwen3.6-35b-a3b", "--layers", "1", "--accept", "1,0", "--max_new_tokens", "24")
+    _, record = run(capsys, "speculative", "--repeats", "1", "--streams", "2", "--drafter", "ngram,mtp", *shape)
+    kinds = [(row["prompts"], row["drafter"]) for row in record["rows"]]
+    assert kinds == [(accept, name) for accept in ("1", "0") for name in ("ngram", "mtp")]
+    _, right, copied, wrong = record["rows"]
+    assert copied["draft_ms"] < right["draft_ms"]
+    assert right["accepted"] == right["drafted"] > 24
+    assert wrong["accepted"] == 0 < wrong["drafted"]
+    assert len(steps) > 10
+    assert max(steps) == 2
+
+
+def test_only_shapes_with_an_mtp_layer_draft_by_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert speculative.main(["--synthetic", "qwen3-32b", "--drafter", "mtp"]) == 2
+    assert "qwen3-32b has no layer for multi-token prediction; deepseek-v3, qwen3.6-" in capsys.readouterr().err
 
 
 def test_drafts_are_right_as_often_as_asked() -> None:

@@ -108,6 +108,7 @@ def test_cuda_without_cuda_is_cpu_with_one_line(caplog: pytest.LogCaptureFixture
     rule = f"- match: {{class: torch.nn.Linear}}\n  replace: {LINEAR[:-1]}, kwargs: {{generate_device: 'cuda:3'}}}}\n"
     with caplog.at_level(logging.INFO):
         plan = plan_with(meta_model("llama"), rule)
+        plan.report_fallback()
     assert entry_of(plan, "lm_head").placement == Placement("cpu", "cpu", "cpu")
     (line,) = [r.getMessage() for r in caplog.records if "no CUDA device" in r.getMessage()]
     assert line.startswith("<rules> places 15 modules on cuda; ")

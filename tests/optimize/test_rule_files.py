@@ -279,6 +279,7 @@ def test_two_gpus_by_layer_number() -> None:
 def test_two_gpus_on_a_machine_without_one(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         plan = plan_with(meta_model("deepseek_v3", first_k_dense_replace=0), two_gpu_rules())
+        plan.report_fallback()
     assert {entry.placement.generate_device for entry in plan.entries} == {"cpu"}
     assert len([r for r in caplog.records if "no CUDA device" in r.getMessage()]) == 1
 

@@ -2,59 +2,114 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.engine.drafting.drafter import DraftLimits, DraftOutput, LogitsRequest, Piece
 from ktransformers.engine.sampling.logits_request import WHOLE_ROW, StepLogits
-from ktransformers.engine.step.context import paged_context
+from ktransformers.engine.step.context import OneTokenStep, paged_context
+from ktransformers.engine.step.executor_runs import FIRST_ROW
 from ktransformers.engine.step.runner import ModelRunner
+from ktransformers.operators.context import ForwardContext
 from ktransformers.scheduler.records import ScheduledSequence
 
-__all__ = ["DraftModelForward", "ids_of", "last_rows", "run_pieces"]
+__all__ = ["DraftModelForward", "PieceSteps"]
+
+_NONE_KEPT = torch.zeros(0, dtype=torch.int64)
 
 
-def ids_of(pieces: Sequence[Piece]) -> torch.Tensor:
-    """Return the tokens of all pieces, int64 [T]."""
-    return torch.tensor([token for piece in pieces for token in piece.token_ids])
+class _Inputs(NamedTuple):
+    """Of a step, as ModelRunner takes them. kept: the rows in `keep`."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    context: ForwardContext
+    keep: torch.Tensor
+    kept: list[int]
 
 
-def last_rows(pieces: Sequence[Piece], requests: Sequence[LogitsRequest]) -> list[int]:
-    """Return the row of the last token of each piece whose logits are requested, in the step that runs them all."""
-    ends = (np.cumsum([len(piece.token_ids) for piece in pieces]) - 1).tolist()
-    return [end for end, request in zip(ends, requests, strict=True) if request is not None]
+class PieceSteps:
+    """Runs the steps of a draft model on its cache. Most have one token, whose inputs are written in place.
+
+    On a GPU the step behind one is launched while this one runs, where it is known that there will be one; it goes on
+    with the tokens that this one makes. before_held: called before that with the rows of the step under way that it
+    goes on from.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, cache: PagedCache, before_held: Callable[[list[int]], None] = lambda rows: None
+    ) -> None:
+        self._runner, self._cache, self._before_held = runner, cache, before_held
+        self._one_token = OneTokenStep(cache, runner.pool)
+        self._held: _Inputs | None = None
+
+    @property
+    def has_held(self) -> bool:
+        """Whether the next step is launched already."""
+        return self._held is not None
+
+    def run(
+        self, pieces: Sequence[Piece], requests: Sequence[LogitsRequest], behind: Sequence[int] = ()
+    ) -> tuple[StepLogits, list[int]]:
+        """Run a step: the logits behind the last token of each piece, as far as they are requested, and their rows.
+
+        behind: the pieces, with a request, behind which the next step runs a token.
+        """
+        held, self._held = self._held, None
+        if held is None:
+            inputs = self._inputs(pieces, [request is not None for request in requests])
+        else:
+            inputs = held
+            held.token_ids.numpy()[:] = [token for piece in pieces for token in piece.token_ids]
+            self._runner.release(held.token_ids)
+        if behind and self._runner.runs_apart:
+            self._runner.meanwhile = partial(self._hold, pieces, behind)
+        needs = [request for request in requests if request is not None]
+        return self._runner.reduced_step(*inputs[:4], needs), inputs.kept
+
+    def _hold(self, pieces: Sequence[Piece], behind: Sequence[int]) -> None:
+        ends = list(itertools.accumulate(len(piece.token_ids) for piece in pieces))
+        self._before_held([ends[i] - 1 for i in behind])
+        later = [Piece(piece.run_id, piece.end, [0], piece.pages) for piece in (pieces[i] for i in behind)]
+        inputs = self._inputs(later, [True] * len(later))
+        if self._runner.launch_held(*inputs[:4]):
+            self._held = inputs
+
+    def drop_held(self) -> None:
+        """Let a step come to nothing that was launched and will not be asked for: a GPU must not wait for ever."""
+        held, self._held = self._held, None
+        if held is None:
+            self._runner.drop_released()  # of one that failed before it was asked for
+        else:
+            self._runner.release(held.token_ids, is_wanted=False)
+
+    def _inputs(self, pieces: Sequence[Piece], wanted: Sequence[bool]) -> _Inputs:
+        rows = [_row_of(piece, is_wanted) for piece, is_wanted in zip(pieces, wanted, strict=True)]
+        ends = itertools.accumulate(len(piece.token_ids) for piece in pieces)
+        kept = [end - 1 for end, is_wanted in zip(ends, wanted, strict=True) if is_wanted]
+        if len(pieces) == len(pieces[0].token_ids) == 1:
+            step, keep = self._one_token, FIRST_ROW if kept else _NONE_KEPT
+            context = step.context(rows[0], pieces[0].pages)
+            return _Inputs(step.token_ids, step.positions, context, keep, kept)
+        token_ids = torch.tensor([token for piece in pieces for token in piece.token_ids])
+        positions, context = paged_context(self._cache, self._runner.pool, rows, [piece.pages for piece in pieces])
+        return _Inputs(token_ids, positions, context, torch.tensor(kept, dtype=torch.int64), kept)
 
 
-def run_pieces(
-    runner: ModelRunner,
-    cache: PagedCache,
-    pieces: Sequence[Piece],
-    token_ids: torch.Tensor,
-    requests: Sequence[LogitsRequest],
-) -> StepLogits:
-    """Run a step of a draft model: the logits behind the last token of each piece, as far as they are requested."""
-    rows, tables = list[ScheduledSequence](), list[np.ndarray[tuple[int], np.dtype[np.int32]]]()
-    for piece, request in zip(pieces, requests, strict=True):
-        end = piece.start + len(piece.token_ids)
-        pages = piece.pages[: -(-end // cache.page_size)]  # those behind are of draft tokens to come
-        tables.append(pages)
-        rows.append(
-            ScheduledSequence(
-                run_id=piece.run_id,
-                start=piece.start,
-                token_ids=piece.token_ids,
-                token_source=None,
-                block_table=pages.tolist(),
-                is_sampled=request is not None,
-            )
-        )
-    positions, context = paged_context(cache, runner.pool, rows, tables)
-    keep = torch.tensor(last_rows(pieces, requests), dtype=torch.int64)
-    return runner.reduced_step(
-        token_ids, positions, context, keep, [request for request in requests if request is not None]
+def _row_of(piece: Piece, is_sampled: bool) -> ScheduledSequence:
+    return ScheduledSequence(
+        run_id=piece.run_id,
+        start=piece.start,
+        token_ids=piece.token_ids,
+        token_source=None,
+        block_table=(),
+        is_sampled=is_sampled,
     )
 
 
@@ -68,19 +123,27 @@ class DraftModelForward:
     shift = 0
 
     def __init__(self, runner: ModelRunner, cache: PagedCache, limits: DraftLimits) -> None:
-        self._runner, self._cache, self.limits = runner, cache, limits
+        self._steps, self.limits = PieceSteps(runner, cache), limits
         self._own_vocab = int(runner.model.config.vocab_size)
 
-    def run(self, pieces: Sequence[Piece], requests: Sequence[LogitsRequest]) -> DraftOutput:
+    def run(
+        self, pieces: Sequence[Piece], requests: Sequence[LogitsRequest], behind: Sequence[int] = ()
+    ) -> DraftOutput:
         """Run a step, see DraftForward."""
-        token_ids = ids_of(pieces)
-        token_ids[token_ids >= self._own_vocab] = 0  # the target's padding, which nothing samples
         if self._own_vocab == self.limits.vocab_size:
-            return DraftOutput(run_pieces(self._runner, self._cache, pieces, token_ids, requests))
+            return DraftOutput(self._steps.run(pieces, requests, behind)[0])
         whole = [None if request is None else WHOLE_ROW for request in requests]
-        logits = run_pieces(self._runner, self._cache, pieces, token_ids, whole)
+        logits, _ = self._steps.run([self._known(piece) for piece in pieces], whole, behind)
         assert isinstance(logits, torch.Tensor), "whole rows are asked for"
         return DraftOutput(self._fitted(logits))
+
+    def drop_held(self) -> None:
+        """Give up what was launched of a next step, see DraftForward."""
+        self._steps.drop_held()
+
+    def _known(self, piece: Piece) -> Piece:
+        """Without the target's padding, which nothing samples."""
+        return replace(piece, token_ids=[token if token < self._own_vocab else 0 for token in piece.token_ids])
 
     def _fitted(self, logits: torch.Tensor) -> torch.Tensor:
         missing = self.limits.vocab_size - logits.shape[1]

@@ -42,13 +42,18 @@ _Pages = npt.NDArray[np.int32]
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Entries of one sequence that a draft model is to run, from position `start` on. hidden_states: [n, H] of an MTP
-    layer, None of others."""
+    layer, None of others, and of a token behind a step that was run with `behind`, where they are in place."""
 
     run_id: int
     start: int
     token_ids: Sequence[int]
     pages: _Pages
     hidden_states: torch.Tensor | None = None
+
+    @property
+    def end(self) -> int:
+        """The position behind it."""
+        return self.start + len(self.token_ids)
 
     def cut(self, begin: int, end: int) -> Piece:
         """Return its entries begin .. end - 1."""
@@ -64,7 +69,7 @@ LogitsRequest: TypeAlias = int | None
 class DraftOutput:
     """What a draft model says behind the last entry of each piece of which logits are requested: N of them, as far as
     they are, on the CPU and good until the next step; of an MTP layer also hidden states [N, H], where it is, None for
-    N = 0."""
+    N = 0 and where the next step has them."""
 
     logits: StepLogits
     hidden_states: torch.Tensor | None = None
@@ -93,8 +98,15 @@ class DraftForward(Protocol):
         """What it can do."""
         ...
 
-    def run(self, pieces: Sequence[Piece], requests: Sequence[LogitsRequest]) -> DraftOutput:
-        """Run a step, at most one piece of each sequence. requests: one for each piece."""
+    def run(
+        self, pieces: Sequence[Piece], requests: Sequence[LogitsRequest], behind: Sequence[int] = ()
+    ) -> DraftOutput:
+        """Run a step, at most one piece of each sequence. requests: one for each piece. behind: pieces with a request,
+        behind each of which the next step runs a token and nothing else; `drop_held` if it does not."""
+        ...
+
+    def drop_held(self) -> None:
+        """Give up what was launched of a next step that is not run; nothing where there is none."""
         ...
 
     def hidden_states(self, first: int, count: int) -> torch.Tensor | None:
@@ -184,11 +196,20 @@ class ModelDrafter:
         ]
         for run in runs:
             run.guessed.clear()
+        try:
+            self._draft_behind(requests, pieces, found)
+        finally:
+            self._forward.drop_held()  # of a step whose tokens could not be drawn
+
+    def _draft_behind(
+        self, requests: Sequence[DraftRequest], pieces: Sequence[Piece], found: dict[int, list[int]]
+    ) -> None:
+        """Run a piece of each request, and then its draft tokens one by one."""
         for depth in range(max(request.num_drafts for request in requests)):
-            drafted = self._drafted(requests, pieces, depth)
+            left = [i for i, request in enumerate(requests) if request.num_drafts > depth + 1]
+            drafted = self._drafted(requests, pieces, depth, left)
             for request, (token_id, _) in zip(requests, drafted, strict=True):
                 found[request.run_id][depth] = token_id
-            left = [i for i, request in enumerate(requests) if request.num_drafts > depth + 1]
             pieces = [self._next_piece(pieces[i], *drafted[i]) for i in left]
             requests = [requests[i] for i in left]
             if not self._forward.shift:
@@ -196,13 +217,14 @@ class ModelDrafter:
                     self._runs[request.run_id].guessed += piece.token_ids
 
     def _drafted(
-        self, requests: Sequence[DraftRequest], pieces: Sequence[Piece], depth: int
+        self, requests: Sequence[DraftRequest], pieces: Sequence[Piece], depth: int, left: Sequence[int]
     ) -> list[tuple[int, torch.Tensor | None]]:
-        """Run a piece of each request: the draft token behind it, and the hidden state [1, H] that made it."""
+        """Run a piece of each request: the draft token behind it, and the hidden state [1, H] that made it. left: the
+        requests that want more."""
         samplers = [request.sampler for request in requests]
         needs = [sampler.later_request if depth else sampler.logits_request for sampler in samplers]
         found: list[tuple[int, torch.Tensor | None]] = [(0, None)] * len(pieces)
-        for ended, output in self._run(pieces, needs):
+        for ended, output in self._run(pieces, needs, left):
             places = [requests[i].position + 1 + depth for i in ended]
             tokens = draw_drafts(output.logits, [samplers[i] for i in ended], places, self._pool, is_first=not depth)
             for nth, (i, token_id) in enumerate(zip(ended, tokens, strict=True)):
@@ -213,7 +235,7 @@ class ModelDrafter:
     @staticmethod
     def _next_piece(piece: Piece, token_id: int, hidden_states: torch.Tensor | None) -> Piece:
         """What runs a draft token, for the one behind it."""
-        return Piece(piece.run_id, piece.start + len(piece.token_ids), [token_id], piece.pages, hidden_states)
+        return Piece(piece.run_id, piece.end, [token_id], piece.pages, hidden_states)
 
     def observe(self, rows: Sequence[ComputedRow]) -> None:
         """Take in what a step computed; run what has waited for long, but for the last entry of each sequence, which
@@ -247,11 +269,16 @@ class ModelDrafter:
             pass
 
     def _run(
-        self, pieces: Sequence[Piece], requests: Sequence[LogitsRequest]
+        self, pieces: Sequence[Piece], requests: Sequence[LogitsRequest], behind: Sequence[int] = ()
     ) -> Iterator[tuple[list[int], DraftOutput]]:
         """Run pieces in as few steps as have room for them. Yields, for each step in which pieces with a request end,
-        their indices and its output, good until the next one."""
+        their indices and its output, good until the next one. behind: see DraftForward.run."""
         room = self._forward.limits.longest
+        num_rows = sum(len(piece.token_ids) for piece in pieces)
+        if 0 < num_rows <= self._forward.limits.max_rows and max(piece.end for piece in pieces) <= room:
+            output = self._forward.run(pieces, requests, behind)
+            yield [i for i, request in enumerate(requests) if request is not None], output
+            return
         pieces = [piece.cut(0, max(room - piece.start, 0)) for piece in pieces]
         for step in _packed([len(piece.token_ids) for piece in pieces], self._forward.limits.max_rows):
             wanted = [requests[i] if end == len(pieces[i].token_ids) else None for i, _, end in step]

@@ -16,8 +16,8 @@ from ktransformers.engine.drafting.drafter import DraftForward, DraftLimits, Mod
 from ktransformers.engine.drafting.mtp import MtpForward
 from ktransformers.engine.load.loaded import Engine, LoadedModel, LoadedPart
 from ktransformers.engine.load.stages import (
-    ArrangedModel,
     CapturedModel,
+    LoadedWeights,
     arrange_model,
     capture_steps,
     load_weights,
@@ -149,6 +149,8 @@ def _load_drafter(draft: PlannedDraft, target: CapturedModel, progress: Progress
     Errors as `build_engine`; the target is closed then.
     """
     pool, entry = target.forward.pool, draft.opened.model.get_input_embeddings()
+    if isinstance(entry, MtpInput):
+        entry.take_source(target.forward.embedding)
     with ExitStack() as undo:
         undo.callback(pool.close)
         undo.callback(target.plan.devices.close)
@@ -167,13 +169,13 @@ def _load_drafter(draft: PlannedDraft, target: CapturedModel, progress: Progress
     return ModelDrafter(made, pool, keeps_prefixes=target.config.prefix_cache)
 
 
-def _take_head(arranged: ArrangedModel, target: CapturedModel) -> str | None:
+def _take_head(loaded: LoadedWeights, target: CapturedModel) -> str | None:
     """Give a model without a head of its own, a layer for multi-token prediction, the target's. Returns why its steps
     cannot be captured then; None where they can."""
-    model, layout = arranged.forward.model, arranged.loaded.layout
+    model, layout = loaded.opened.model, loaded.layout
     if not isinstance(getattr(model, "lm_head", None), PassThrough):
         return None
-    model.lm_head = target.forward.model.lm_head
+    model.add_module("lm_head", target.forward.model.lm_head)
     place = target.plan.device_of("lm_head")
     if layout.is_cpu or place == layout.last.name:
         return None
@@ -208,8 +210,8 @@ def _build(
         shared = None if target is None else target.forward.pool
         planned = plan_part(part, cache_plan, stats or ExpertStats(), undo, shared)
         loaded = load_weights(planned, progress)
+        why_eager = None if target is None else _take_head(loaded, target)
         arranged = arrange_model(loaded)
-        why_eager = None if target is None else _take_head(arranged, target)
         captured = capture_steps(arranged, progress, why_eager)
         undo.pop_all()
     return captured

@@ -10,7 +10,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.load.warmup import WarmupShapes
 from ktransformers.engine.plan.draft_steps import why_drafts_run_eagerly
 from ktransformers.engine.plan.planning import Hardware
-from ktransformers.engine.step.cuda_graph_runner import GraphBackend
+from ktransformers.engine.step.cuda_graphs import GraphBackend
 from ktransformers.engine.step.decode import DecodeSteps, why_not_captured
 from ktransformers.engine.step.decode_inputs import StepSize, draft_sizes
 from ktransformers.engine.step.graph_sizes import replayed_drafts, replayed_sizes

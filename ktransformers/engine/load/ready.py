@@ -11,7 +11,7 @@ from ktransformers.cache.paged import PagedCache
 from ktransformers.core import CAPTURING, COMPILING, Progress
 from ktransformers.engine.load.warmup import WarmupShapes, warm_up
 from ktransformers.engine.step.broadcast import StepBlocks
-from ktransformers.engine.step.cuda_graph_runner import GraphBackend
+from ktransformers.engine.step.cuda_graphs import GraphBackend
 from ktransformers.engine.step.decode import DecodeSteps, PaddedSteps
 from ktransformers.engine.step.decode_inputs import StepSize
 from ktransformers.engine.step.forward import ForwardPass

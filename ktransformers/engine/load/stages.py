@@ -25,6 +25,7 @@ from ktransformers.engine.load.ready import prepare_decode
 from ktransformers.engine.load.warmup import WarmupShapes
 from ktransformers.engine.model.fingerprint import Identified, identify
 from ktransformers.engine.model.hot_file import HotFile
+from ktransformers.engine.model.mtp import MtpInput
 from ktransformers.engine.model.opened import ModelDescription, OpenedModel, describe_model
 from ktransformers.engine.model.skeleton import restore_buffers
 from ktransformers.engine.model.threads import settle_torch_threads
@@ -247,6 +248,8 @@ def capture_steps(arranged: ArrangedModel, progress: Progress | None, why_eager:
     last_hidden = arranged.forward.last_hidden
     if last_hidden is not None and not loaded.layout.is_cpu:
         last_hidden.replayed_rows = 2 * extent.max_batch_size + max((size.rows for size in mixed), default=8)
+        if loaded.layout.mtp is not None:
+            loaded.layout.mtp.reserve(last_hidden.replayed_rows, loaded.layout.entry)
     decode = prepare_decode(
         arranged.forward, arranged.cache, plan, extent, backend, progress, mixed, part.ranks.step_blocks
     )
@@ -324,6 +327,8 @@ def optimize_and_load_gguf(opened: OpenedModel, plan: Plan, max_len: int, progre
     install_moves(modules, plan)
     hand_contexts_on(opened.model)
     hand_contexts(modules, plan)
+    if isinstance(embedding, MtpInput):
+        embedding.take_parts()
     return StepLayout.of(plan, modules, embedding)
 
 

@@ -13,7 +13,7 @@ what a model of one layer calls them. Where there are several such layers, the f
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from ktransformers.engine.model.skeleton import build_skeleton
 from ktransformers.errors import UnsupportedError
+from ktransformers.operators.device import Device
 from ktransformers.operators.partial_sums import PassThrough, Placeholder
 from ktransformers.weights.gguf.file import GGUFModel
 from ktransformers.weights.safetensors.file import SafetensorsModel
@@ -42,7 +43,7 @@ __all__ = [
 
 LAYER = "model.layers.0"
 INPUT_NORMS, PROJECTION = ("enorm", "hnorm"), "eh_proj"
-"""Children that the decoder layer has besides its own: what makes its input."""
+"""Children that the decoder layer has besides its own until they are loaded: what makes its input."""
 
 _EXPERTS = re.compile(r"\.experts\.|ffn_(gate|up|down|gate_up)_exps\.")
 
@@ -127,46 +128,74 @@ def _in_layer(name: str) -> str | None:
 
 
 class MtpInput(Placeholder):
-    """The placeholder for the embedding: makes the decoder layer's input of the rows that were put into it.
+    """The placeholder for the embedding: makes the decoder layer's input of tokens, which the model's own embedding
+    looks up, and of the hidden states that were given for them.
 
-    rows: [1, T, 2 * H], embeddings and hidden states side by side. While there are none, as in the steps in which a
-    loaded model is looked at, rows that follow from their number are taken. source: gives them for ids, as an embedding
-    does, to steps on GPUs, which project them there.
+    The embedding takes int64 [...] ids on the CPU and gives [..., H]; `take_source` says which it is. While no hidden
+    states were given, as in the steps in which a loaded model is looked at, rows that follow from their number are
+    taken. Steps that are replayed read hidden states from memory of their own, see `reserve`.
     """
 
     def __init__(self, layer: nn.Module, hidden_size: int):
-        """layer: has what projects the rows as children, by the names in INPUT_NORMS and PROJECTION."""
+        """layer: has what projects the rows as children, by the names in INPUT_NORMS and PROJECTION, until
+        `take_parts`."""
         super().__init__()
         self.weight = torch.empty(1, hidden_size, device="meta")  # whose width others ask for
-        self.rows: torch.Tensor | None = None
-        self.source = _MtpRows(self)
-        self._layer, self._hidden_size = (layer,), hidden_size  # not its parent
+        self._layer, self._source = (layer,), tuple[nn.Module, ...]()  # not its children
+        self._num_reserved = 0
+        self._reserved: torch.Tensor | None = None  # [num_reserved, H]
+        self._latest: torch.Tensor | None = None  # of a step of more rows
 
-    def project(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the decoder layer's input, [1, T, H], of rows [1, T, 2 * H]."""
+    @property
+    def source(self) -> nn.Module:
+        """The model's own embedding."""
+        (source,) = self._source
+        return source
+
+    def take_source(self, embedding: nn.Module) -> None:
+        """Look tokens up in `embedding` from now on."""
+        self._source = (embedding,)
+
+    def take_parts(self) -> None:
+        """Make what projects the rows, placed and loaded as the layer's, children of this module: the layer is then one
+        of the usual arrangement."""
         (layer,) = self._layer
-        parts = torch.split(rows, self._hidden_size, dim=-1)
-        normed = [getattr(layer, name)(part) for name, part in zip(INPUT_NORMS, parts, strict=True)]
-        projected: torch.Tensor = getattr(layer, PROJECTION)(torch.cat(normed, dim=-1))
+        for name in (*INPUT_NORMS, PROJECTION):
+            self.add_module(name, layer.get_submodule(name))
+            delattr(layer, name)
+
+    def reserve(self, num_rows: int, device: Device) -> None:
+        """Keep hidden states of steps of up to num_rows rows at one place of `device`, before any of them is
+        captured."""
+        self._num_reserved, shape = num_rows, (num_rows, self.weight.shape[-1])
+        self._reserved = torch.zeros(shape, dtype=device.dtype, device=device.torch_device)
+
+    def give(self, hidden_states: Sequence[torch.Tensor]) -> None:
+        """Give the next step its hidden states, [n, H] of one sequence after the other, where the layer is."""
+        num_rows = sum(part.shape[0] for part in hidden_states)
+        if self._reserved is None or num_rows > self._num_reserved:
+            self._latest = torch.cat(list(hidden_states)) if len(hidden_states) > 1 else hidden_states[0]
+        elif len(hidden_states) > 1:
+            torch.cat(list(hidden_states), out=self._reserved[:num_rows])
+        else:
+            self._reserved[:num_rows].copy_(hidden_states[0])
+
+    def project(self, embedded: torch.Tensor) -> torch.Tensor:
+        """Return the decoder layer's input, [1, T, H], of the tokens' embeddings [1, T, H]."""
+        num_rows, width = embedded.shape[1:]
+        given = self._reserved if num_rows <= self._num_reserved else self._latest
+        if given is None or given.shape[0] < num_rows:
+            made = torch.randn(num_rows, width, generator=torch.Generator().manual_seed(0))
+            given = made.to(embedded.device, embedded.dtype)
+        hidden_states = given[None, :num_rows]
+        parts = zip(INPUT_NORMS, (embedded, hidden_states), strict=True)
+        normed = [getattr(self, name)(part) for name, part in parts]
+        projected: torch.Tensor = getattr(self, PROJECTION)(torch.cat(normed, dim=-1))
         return projected
 
     @override
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.project(self.source(input_ids))
-
-
-class _MtpRows(Placeholder):
-    def __init__(self, entry: MtpInput):
-        super().__init__()
-        self._entry = (entry,)  # not its child
-
-    @override
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        (entry,) = self._entry
-        if entry.rows is not None:
-            return entry.rows
-        shape = 1, input_ids.shape[-1], 2 * entry.weight.shape[-1]
-        return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        return self.project(self.source(input_ids).to("cpu", torch.float32))
 
 
 def build_mtp(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:

@@ -22,7 +22,7 @@ from ktransformers.engine.plan.attention import choose_attention, materializatio
 from ktransformers.engine.plan.cache_plan import CachePlan
 from ktransformers.engine.plan.kv_types import KvTypes
 from ktransformers.engine.plan.tier_plan import tier_bytes
-from ktransformers.engine.step.cuda_graph_runner import CudaGraphs, GraphBackend
+from ktransformers.engine.step.cuda_graphs import CudaGraphs, GraphBackend
 from ktransformers.engine.step.expert_streaming import PrefillTools, cuda_tools
 from ktransformers.engine.step.graph_sizes import DRAFT_ROWS, GRAPH_ROWS, largest_graph
 from ktransformers.errors import ConfigError
@@ -219,6 +219,8 @@ class Planner:
         them."""
         planned, hardware = self._settled(hardware)
         planned.report()
+        if not self.is_draft:  # PlannedDraft says where a draft model goes
+            planned.plan.report_fallback()
         self._report_sparsity(planned.plan)
         config, operators = self.opened.config, planned.plan.operators
         KvTypes.of(config.kv_type, self.opened.model, operators, config.attention_products).report(planned.shapes)

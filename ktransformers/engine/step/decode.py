@@ -18,7 +18,8 @@ from ktransformers.core import Phase
 from ktransformers.engine.sampling.logits_request import StepLogits
 from ktransformers.engine.step.broadcast import SharedStep, StepBlocks
 from ktransformers.engine.step.context import PREFILL_ROWS
-from ktransformers.engine.step.cuda_graph_runner import CUDAGraphRunner, GraphBackend, StepTimers
+from ktransformers.engine.step.cuda_graph_runner import CUDAGraphRunner, StepTimers
+from ktransformers.engine.step.cuda_graphs import GraphBackend
 from ktransformers.engine.step.decode_inputs import (
     DecodeInputs,
     InputMemory,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ktransformers.engine.step.fused_decode import FusedDecode
 from ktransformers.engine.step.hidden import LastHiddenHook
@@ -62,6 +62,15 @@ class ForwardPass:
             more = f" and {len(unusual) - 1} more modules keep" if unusual[1:] else " keeps"
             logger.info("%s%s the model's own forward, on native products", unusual[0] or "the model", more)
         self._math: AbstractContextManager[Any] = NativeMathMode(pool) if left else nullcontext()
+
+    @property
+    def embedding(self) -> nn.Module:
+        """The model's embedding: int64 [...] ids on the CPU -> [..., H], without what single layers look up."""
+        if self.layout is not None:
+            return self.layout.embedding
+        base = self.model.base_model
+        found: nn.Module = getattr(base, "inner", base).get_input_embeddings()
+        return found
 
     def on_cpu(
         self,

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ktransformers.cache.paged import LayerShape
+from ktransformers.engine.model.mtp import MtpInput
 from ktransformers.engine.step.hidden import LastHiddenHook
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.attention.rope import KRotaryEmbedding
@@ -35,7 +36,7 @@ __all__ = ["FusedDecode", "find_fused_decode"]
 
 logger = logging.getLogger(__name__)
 
-_KINDS = (KEmbedding, KRotaryEmbedding, KRMSNorm)
+_KINDS = (KEmbedding | MtpInput, KRotaryEmbedding, KRMSNorm)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

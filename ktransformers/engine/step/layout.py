@@ -7,7 +7,7 @@ arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +33,8 @@ class StepLayout:
 
     entry, last: where hidden states begin and end. devices: of all layers, each once. embedding: ids to hidden states,
     and behind them what the model looks up for its layers, `width` columns together. layer_inputs: of these, layers and
-    columns for each of them; (0, 0) for a model without. project: what makes hidden states of what the embedding gave,
-    on the first layer's device; None where it gave them.
+    columns for each of them; (0, 0) for a model without. mtp: what makes hidden states of what the embedding gave;
+    None where it gave them.
     """
 
     entry: Device
@@ -43,7 +43,7 @@ class StepLayout:
     embedding: nn.Module
     width: int
     layer_inputs: tuple[int, int] = (0, 0)
-    project: Callable[[torch.Tensor], torch.Tensor] | None = None
+    mtp: MtpInput | None = None
 
     @classmethod
     def of(cls, plan: Plan, modules: Mapping[str, nn.Module], embedding: nn.Module) -> StepLayout:
@@ -59,7 +59,7 @@ class StepLayout:
         ]
         ends = layer_devices[0], layer_devices[-1], tuple(distinct(layer_devices))
         if isinstance(embedding, MtpInput):
-            return cls(*ends, embedding.source, 2 * width, project=embedding.project)
+            return cls(*ends, embedding.source, width, mtp=embedding)
         table = _scaled(plan.operators.get(key, embedding), modules, key)
         if base is None:
             return cls(*ends, table, width)
@@ -69,8 +69,8 @@ class StepLayout:
     def split(self, embedded: torch.Tensor) -> dict[str, torch.Tensor]:
         """Split what the embedding gave, [1, T, width], into arguments of the model's forward."""
         layers, columns = self.layer_inputs
-        if self.project is not None:
-            return {"inputs_embeds": self.project(embedded)}
+        if self.mtp is not None:
+            return {"inputs_embeds": self.mtp.project(embedded)}
         if not columns:
             return {"inputs_embeds": embedded}
         hidden = embedded.shape[-1] - layers * columns

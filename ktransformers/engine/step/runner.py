@@ -134,11 +134,11 @@ class ModelRunner:
         tokens, and its results are those of the next `reduced_step`. Whether that can be.
 
         Until then nothing may wait for the GPU but for results of the step under way, whose copies are launched by
-        then where it is padded, and not in others.
+        then where it is padded, and not in others. Its hidden states are gone when the step goes on.
         """
-        forward, decode = self._pass, self._decode
+        decode = self._decode
         is_alone = self._broadcast is None and self._send_output is None and self._profile is None
-        if decode is None or not self._is_padded or forward.last_hidden is not None or not is_alone:
+        if decode is None or not self._is_padded or not is_alone:
             return False
         if not decode.launch_held(token_ids, positions, context, keep):
             return False

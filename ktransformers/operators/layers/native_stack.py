@@ -104,7 +104,7 @@ def stack_cpu_layers(model: nn.Module, shapes: list[LayerShape], pool: WorkerPoo
     for _, run in groupby(range(len(before)), key=lambda i: (whole[i], same[i])):
         first, *others = run
         joined = [layer for i in (first, *others) if isinstance(layer := before[i], FusedLayer) and whole[i]]
-        if len(joined) < 2:
+        if len(joined) < min(len(before), 2):
             continue
         try:
             layers[first] = NativeStack(joined)

@@ -113,9 +113,9 @@ class DraftPlanner:
         """Note a step with draft tokens. Returns the seconds that count for its size, None for its first ones."""
         found = max((len(row.drafts) for row in step.rows if row.drafts and row.drafts[-1] == UNKNOWN), default=0)
         if found:
-            self._num_undrafted = 0
             if draft_seconds > 0:
-                self._draft_cost.add(found, draft_seconds)
+                self._draft_cost.add(found, draft_seconds, is_behind=self._num_undrafted > 1)
+            self._num_undrafted = 0
         if self._costs.knows(num_rows):
             return seconds
         size = size_of(num_rows)

@@ -51,14 +51,21 @@ _FIRST_SLOPE, _LATER_SLOPE = 0.1, 0.9
 
 class DraftCost:
     """The seconds that the engine takes to find one more token of a step's drafts; 0 where it finds none, or nobody
-    knows yet."""
+    knows yet.
+
+    Behind steps without drafts it first runs what has waited meanwhile, a prompt's end say. What that takes is no part
+    of what one more token does, which it only says the most of.
+    """
 
     def __init__(self) -> None:
         self._times: deque[float] = deque(maxlen=_KEPT)
         self.seconds = 0.0
 
-    def add(self, depth: int, seconds: float) -> None:
-        """Note what finding a step's drafts took, of which the longest has `depth` tokens."""
+    def add(self, depth: int, seconds: float, *, is_behind: bool = False) -> None:
+        """Note what finding a step's drafts took, of which the longest has `depth` tokens. is_behind: the step before
+        it had none."""
+        if is_behind and seconds / depth >= self.seconds:
+            return
         self._times.append(seconds / depth)
         self.seconds = median(self._times)
 

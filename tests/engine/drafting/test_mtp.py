@@ -20,9 +20,12 @@ from ktransformers.engine.drafting.drafter import ModelDrafter
 from ktransformers.engine.load.builder import Engine, Hardware, build_engine, plan_model
 from ktransformers.engine.step.drafts import DraftRequest
 from ktransformers.errors import UnsupportedError
+from ktransformers.operators.layers.native_stack import NativeStack
+from ktransformers.operators.layers.traced import layer_list
 from ktransformers.scheduler.drafting.planner import DraftPlanner
 from ktransformers.scheduler.drafting.prompt_lookup import PromptLookup
 from ktransformers.scheduler.drafting.row_costs import RowCosts
+from tests.support.engines.drafter_steps import runner_of
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
 from tests.support.models.mtp_models import GGUF_MTP_TYPES, MTP_TYPES, TinyMtp, tiny_mtp, write_mtp, write_mtp_gguf
@@ -158,6 +161,17 @@ def test_drafting_changes_no_answer(model_type: str, tmp_path: Path) -> None:
         engine.executor.reset()
         again = loop_of(engine, num_pages=8)  # too few for all of them
         assert answers_of(again) == plain
+
+
+@pytest.mark.parametrize("model_type", MTP_TYPES)
+def test_the_layer_runs_in_one_native_call(model_type: str, tmp_path: Path) -> None:
+    """Without the model's own code around it, as the model's layers do, with the model's own head."""
+    with engine_of(write_mtp(tiny_mtp(model_type), tmp_path)) as engine:
+        forward = runner_of(engine)._pass
+        (layer,) = layer_list(forward.model) or ()
+        assert isinstance(layer, NativeStack)
+        assert forward.short is not None
+        assert forward.short.head is engine.executor.runner._pass.model.lm_head  # type: ignore[attr-defined]
 
 
 def test_the_layer_is_in_the_plan(tmp_path: Path) -> None:

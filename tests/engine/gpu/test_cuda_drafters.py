@@ -19,7 +19,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.drafting.drafter import ModelDrafter
 from ktransformers.engine.load.builder import Engine, Hardware, build_engine, plan_model
-from ktransformers.engine.step.cuda_graph_runner import CudaGraphs
+from ktransformers.engine.step.cuda_graphs import CudaGraphs
 from ktransformers.engine.step.drafts import DraftRequest
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.device import cuda_memory
@@ -113,6 +113,8 @@ def check_replayed(steps: DrafterSteps) -> None:
     print(f"{sum(few)} of {len(few)} steps of a drafter with few rows were replayed", flush=True)
     assert len(few) > 20
     assert all(few)
+    print(f"{steps.num_held} of {len(steps.seen)} were launched before their tokens were known", flush=True)
+    assert steps.num_held > 10
 
 
 @pytest.mark.parametrize("model_type", ["glm4_moe", "deepseek_v3", "qwen3_next"])

@@ -14,7 +14,7 @@ from ktransformers.core import SamplingParams
 from ktransformers.engine.api.batch_loop import BatchLoop
 from ktransformers.engine.api.llm import LLM, RequestOutput
 from ktransformers.engine.load.builder import Hardware, build_engine
-from ktransformers.engine.step.cuda_graph_runner import CudaGraphs
+from ktransformers.engine.step.cuda_graphs import CudaGraphs
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.device import cuda_memory
 from ktransformers.optimize.machine import detect_machine

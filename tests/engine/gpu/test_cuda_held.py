@@ -14,7 +14,7 @@ from ktransformers.engine.api.batch_loop import BatchLoop
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import Hardware, build_engine
 from ktransformers.engine.sampling.logits_request import RequestedLogits
-from ktransformers.engine.step.cuda_graph_runner import StepLatch
+from ktransformers.engine.step.cuda_graphs import StepLatch
 from ktransformers.engine.step.graph_sizes import GRAPH_ROWS
 from ktransformers.engine.step.logits_fetch import LogitsFetch
 from ktransformers.engine.step.paged import PagedExecutor

@@ -12,10 +12,14 @@ import pytest
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.drafting.drafter import _packed
+from ktransformers.engine.drafting.draws import draw_drafts
 from ktransformers.engine.load.builder import Engine, Hardware, build_engine, plan_model
 from ktransformers.engine.sampling.logits_request import BEST_TOKEN, WHOLE_ROW
 from ktransformers.engine.step.graph_sizes import DRAFT_ROWS
+from ktransformers.errors import EngineError
 from ktransformers.kernels.types import QuantType
+from ktransformers.operators.layers.gpu import LayerStack
+from ktransformers.operators.layers.traced import layer_list
 from ktransformers.optimize.plan import Plan
 from tests.support.engines.drafter_steps import DrafterSteps, draft_in_every_step, runner_of
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
@@ -91,11 +95,14 @@ def test_an_mtp_layer_on_a_gpu(
     hardware = fake_hardware(graphs=graphs, draft_rows=DRAFT_ROWS, graph_rows=(64,))
     with caplog.at_level("INFO"), engine_of(folder, hardware, speculative="mtp") as engine:
         assert places_of(engine) == {"cuda:0"}
+        (layer,) = layer_list(runner_of(engine).model) or ()
+        assert isinstance(layer, LayerStack)
         steps = DrafterSteps(engine, lambda: graphs.replays, monkeypatch)
         answers, num_drafted, _ = answers_of(engine)
     assert answers == plain
     assert num_drafted > 20
     assert all(replayed for rows, replayed, _ in steps.seen if rows <= 8)
+    assert steps.num_held > 10
     assert {request for _, _, needs in steps.seen for request in needs} >= {BEST_TOKEN, WHOLE_ROW}
     assert "draft tokens are computed on cuda:0" in caplog.text
 
@@ -113,6 +120,27 @@ def test_a_model_that_drafts_for_itself_is_never_wrong(tmp_path: Path, monkeypat
     assert all(replayed for rows, replayed, _ in steps.seen if rows <= 4)
 
 
+def test_a_draft_that_fails_leaves_no_gpu_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, graphs, left = gguf_of(tmp_path), FakeGraphs(), iter(range(1))
+
+    def failing(*args: object, **how: bool) -> list[int]:
+        if next(left, None) is None:
+            monkeypatch.setattr("ktransformers.engine.drafting.drafter.draw_drafts", draw_drafts)
+            raise EngineError("nothing is drawn")
+        return draw_drafts(*args, **how)  # type: ignore[arg-type]
+
+    with engine_of(path, fake_hardware(graphs=graphs, draft_rows=(4,)), draft_model=path) as engine:
+        wanted = answers_of(engine, 1, 12)
+        engine.executor.reset()
+        monkeypatch.setattr("ktransformers.engine.drafting.drafter.draw_drafts", failing)
+        num_held = graphs.num_held
+        with pytest.raises(EngineError, match="nothing is drawn"):
+            answers_of(engine, 1, 12)
+        assert graphs.num_held > num_held
+        engine.executor.reset()
+        assert answers_of(engine, 1, 12) == wanted
+
+
 def gguf_of(folder: Path) -> Path:
     model = tiny_model("qwen3_moe", seed=1, layers=1)
     return write_gguf(model, folder / "model.gguf", QuantType.Q8_0, QuantType.Q8_0)
@@ -124,8 +152,9 @@ def on_gpu(plan: Plan) -> int:
     return sum(entry.nbytes.get("cuda:0", 0) for entry in found)
 
 
-def test_it_comes_before_the_experts_that_fill_the_gpu(tmp_path: Path) -> None:
+def test_it_comes_before_the_experts_that_fill_the_gpu(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its experts, too; where there is no room for them they are in RAM, and where there is less all of it is."""
+    caplog.set_level("INFO")
     path = gguf_of(tmp_path)
     config = config_of(path, draft_model=path)
 
@@ -144,6 +173,8 @@ def test_it_comes_before_the_experts_that_fill_the_gpu(tmp_path: Path) -> None:
     assert without.extra_bytes["draft model"]["cpu"] > first.extra_bytes["draft model"]["cpu"]
     least = total - experts - whole
     assert set(planned(least + whole - experts - 1).extra_bytes["draft model"]) == {"cpu"}
+    assert "has no room for it" in caplog.messages[-1]
+    assert "no CUDA device" not in caplog.text
     assert planned(least).total_bytes["cuda:0"] == least
     assert planned(least - 1).total_bytes.get("cuda:0", 0) == 0
 

@@ -7,7 +7,8 @@ import gc
 import pytest
 import torch
 
-from ktransformers.engine.step.cuda_graph_runner import CUDAGraphRunner, CudaGraphs
+from ktransformers.engine.step.cuda_graph_runner import CUDAGraphRunner
+from ktransformers.engine.step.cuda_graphs import CudaGraphs
 from ktransformers.engine.step.decode_inputs import DecodeInputs, StaticInputs
 from ktransformers.errors import EngineError, KernelError
 from ktransformers.kernels.cpu import MoeKernel

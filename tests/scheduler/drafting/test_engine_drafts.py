@@ -28,12 +28,16 @@ from tests.support.servers.fake_engine import (
 
 
 class Guessing(Loop):
-    """A loop whose engine drafts tokens of which `share` are right, and whose steps take what is said of them."""
+    """A loop whose engine drafts tokens of which `share` are right, and whose steps take what is said of them.
+
+    catch_up: what drafting takes longer behind a step without drafts.
+    """
 
     share = 1.0
     seconds: Callable[[int], float] = staticmethod(lambda rows: 1.0)
-    per_draft = 0.0
+    per_draft = catch_up = 0.0
     total = 0.0
+    has_drafted = False
 
     def __init__(self, config: SchedulerConfig):
         super().__init__(config)
@@ -46,7 +50,7 @@ class Guessing(Loop):
     def seconds_of(self, step: PlannedStep) -> tuple[float, float]:
         """All of it, and what of that finding its draft tokens took."""
         found = [len(row.drafts) for row in step.rows if UNKNOWN in row.drafts]
-        draft_seconds = self.per_draft * max(found, default=0)
+        draft_seconds = self.per_draft * max(found, default=0) + self.catch_up * (bool(found) and not self.has_drafted)
         return self.seconds(step.num_rows) + draft_seconds, draft_seconds
 
     def guess(self, token_ids: Sequence[int], seed: int | None) -> int:
@@ -56,6 +60,7 @@ class Guessing(Loop):
     def commit(self):  # type: ignore[no-untyped-def]
         elapsed, draft_seconds = self.seconds_of(self.scheduler._in_flight[0])
         self.total += elapsed
+        self.has_drafted = draft_seconds > 0
         step_id, results, tiers = self.results.pop(0)
         updates = self.scheduler.commit(
             step_id, results, (), tiers, seconds=elapsed, elapsed=elapsed, draft_seconds=draft_seconds
@@ -229,6 +234,26 @@ def test_the_median_of_a_draft_tokens_seconds_counts() -> None:
     for depth, seconds in ((1, 1.0), (4, 8.0), (2, 1000.0)):
         cost.add(depth, seconds)
     assert cost.seconds == 2.0
+
+
+def test_what_was_waiting_is_no_cost_of_a_draft_token() -> None:
+    """It says the most of that, and nothing where this is not known."""
+    cost = DraftCost()
+    cost.add(1, 50.0, is_behind=True)
+    assert cost.seconds == 0
+    cost.add(2, 4.0)
+    cost.add(1, 50.0, is_behind=True)
+    assert cost.seconds == 2.0
+    cost.add(1, 1.0, is_behind=True)
+    assert cost.seconds == 1.5
+
+
+def test_a_drafter_that_is_late_at_first_drafts_all_the_same() -> None:
+    """Its first step runs the prompt's end, which takes as long as many steps."""
+    loop = guessing()
+    loop.per_draft, loop.catch_up = 0.1, 20.0
+    run(loop)
+    assert loop.total < 0.5 * 300
 
 
 def test_sequences_that_may_have_no_drafts_are_planned_ahead_for_ever() -> None:

@@ -35,25 +35,34 @@ def runner_of(engine: Engine) -> ModelRunner:
     """The runner of the engine's drafter."""
     drafter = engine.executor.drafter
     assert isinstance(drafter, ModelDrafter)
-    runner: ModelRunner = drafter._forward._runner  # type: ignore[attr-defined]
+    runner: ModelRunner = drafter._forward._steps._runner  # type: ignore[attr-defined]
     return runner
 
 
 class DrafterSteps:
     """num_replays: counts what all graphs of the process have replayed so far. seen: (rows, whether it was replayed,
-    what was requested of its logits) of each step."""
+    what was requested of its logits) of each step. num_held: how many were launched before their tokens were known."""
 
     def __init__(self, engine: Engine, num_replays: Callable[[], int], monkeypatch: pytest.MonkeyPatch):
         self.seen: list[tuple[int, bool, list[int]]] = []
+        self.num_held = 0
         runner = runner_of(engine)
-        step = runner.reduced_step
+        step, launch_held = runner.reduced_step, runner.launch_held
+        launched_before = [0]  # of the step to come
+
+        def held(token_ids: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor) -> bool:
+            is_held = launch_held(token_ids, positions, context, keep)
+            launched_before[0] = int(is_held)
+            self.num_held += is_held
+            return is_held
 
         def watched(
             token_ids: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor, needs: Sequence[int] | None
         ) -> StepLogits:
-            before = num_replays()
+            before, launched_before[0] = num_replays() - launched_before[0], 0
             logits = step(token_ids, positions, context, keep, needs)
-            self.seen.append((len(token_ids), num_replays() > before, list(needs or ())))
+            self.seen.append((len(token_ids), num_replays() - launched_before[0] > before, list(needs or ())))
             return logits
 
         monkeypatch.setattr(runner, "reduced_step", watched)
+        monkeypatch.setattr(runner, "launch_held", held)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.engine.load.builder import Hardware
-from ktransformers.engine.step.cuda_graph_runner import CudaGraphs
+from ktransformers.engine.step.cuda_graphs import CudaGraphs
 from ktransformers.kernels.transfer.cuda import CudaDriver
 from ktransformers.operators.device import Device, Devices
 from ktransformers.optimize.machine import Machine
