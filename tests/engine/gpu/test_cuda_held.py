@@ -109,18 +109,19 @@ def test_rows_that_are_asked_for_late_come_beside_a_step_that_is_held() -> None:
     logits = torch.zeros(2, 4096, device=device)
     logits[1, 7] = 3.0
     behind = torch.zeros(1, device=device)
-    fetch.requested(logits, needs)  # kernels are loaded, which waits for the GPU
-    latch.close()
-    latch.open()
-    torch.cuda.synchronize()
 
     def hold() -> None:
         latch.close()
         behind.add_(1)
 
-    found = fetch.requested(logits, needs, hold)
-    assert isinstance(found, RequestedLogits)
-    assert torch.equal(found.whole, torch.zeros(1, 4096))
+    # Kernels are loaded, which waits for the GPU.
+    hold()
     latch.open()
-    torch.cuda.synchronize()
-    assert behind.item() == 1
+    fetch.requested(logits, needs)
+    try:
+        found = fetch.requested(logits, needs, hold)
+    finally:
+        latch.open()
+    assert isinstance(found, RequestedLogits)
+    assert torch.equal(found.whole, logits.cpu())
+    assert behind.item() == 2
