@@ -116,8 +116,14 @@ def _candidates(plan: Plan, source: WeightSource) -> Mapping[str, list[_Candidat
     return found
 
 
-def plan_streaming(plan: Plan, source: WeightSource, facts: ModelFacts, chunk_size: int) -> tuple[Streaming, ...]:
-    """Plan what is streamed to each GPU beside what `plan` holds there; nothing where there is too little room."""
+def plan_streaming(
+    plan: Plan, source: WeightSource, facts: ModelFacts, chunk_size: int, *, is_said: bool = True
+) -> tuple[Streaming, ...]:
+    """Plan what is streamed to each GPU beside what `plan` holds there; nothing where there is too little room.
+
+    is_said: whether the log says why nothing is.
+    """
+    level = logging.INFO if is_said else logging.DEBUG
     top_k, made = facts.top_k(), list[Streaming]()
     for device, found in _candidates(plan, source).items() if top_k else ():
         layouts = [one.operator.layout for one in found]
@@ -125,7 +131,7 @@ def plan_streaming(plan: Plan, source: WeightSource, facts: ModelFacts, chunk_si
             layouts[0].num_experts, top_k, layouts[0].hidden_size, layouts[0].intermediate_size, chunk_size
         )
         if any(layout != layouts[0] for layout in layouts):
-            logger.info("experts are not streamed to %s: layers have experts of several shapes", device)
+            logger.log(level, "experts are not streamed to %s: layers have experts of several shapes", device)
             continue
         left = plan.capacity.get(device, 0) - plan.total_bytes.get(device, 0)
         biases = {one.key: one.bias_nbytes for one in found if one.bias_nbytes}
@@ -134,7 +140,8 @@ def plan_streaming(plan: Plan, source: WeightSource, facts: ModelFacts, chunk_si
         size = StagingSize.of(largest, shape.num_experts, budget)
         if size is None:
             wanted = format_bytes(3 * largest + shape.workspace_nbytes() + sum(biases.values()))
-            logger.info(
+            logger.log(
+                level,
                 "experts are not streamed to %s: that takes at least %s there, and %s are left to share",
                 device,
                 wanted,

@@ -305,10 +305,7 @@ class Planner:
         draft = self._planned_draft(Planned(plan, chunk_size, (), shapes, num_slots, num_states, Filling()), hardware)
         if draft is not None:  # before anything fills what is left
             plan = replace(plan, extra_bytes={**extra, "draft model": draft.nbytes})
-        streamings: tuple[Streaming, ...] = ()
-        if not self.is_draft:
-            streamings = plan_streaming(plan, opened.source, opened.facts, chunk_size)
-        plan, streamings = with_streaming(plan, streamings)
+        plan, streamings = with_streaming(plan, self._streamings(plan, chunk_size))
         filling, hots = Filling(), tuple[HotSlots, ...]()
         if gpus:
             filling, hots = self._fill(plan)
@@ -317,6 +314,11 @@ class Planner:
             plan, streamings = with_streaming(replace(again, extra_bytes=plan.extra_bytes), streamings)
         plan, hots = with_hot_slots(plan, hots)
         return Planned(plan, chunk_size, streamings, shapes, num_slots, num_states, filling, transfer, hots, draft)
+
+    def _streamings(self, plan: Plan, chunk_size: int, *, is_said: bool = True) -> tuple[Streaming, ...]:
+        if self.is_draft:
+            return ()
+        return plan_streaming(plan, self.opened.source, self.opened.facts, chunk_size, is_said=is_said)
 
     def _divided(self, hardware: Hardware) -> dict[str, str]:
         """Return the GPU of the routed experts of which a worker has a part, as the driver's plan says."""
@@ -339,10 +341,13 @@ class Planner:
         if last and last[0].is_gpu:
             name = last[0].name
             left = max(plan.capacity[name] - plan.total_bytes[name], 0)
-            beside = hardware.within({"cpu": hardware.machine.devices["cpu"], name: left})
-            planned = planner._whole(beside, {})
-            if planned.plan.misfit() is None:
-                return PlannedDraft(draft, cache_plan, beside, planned)
+            streamed = with_streaming(plan, self._streamings(plan, target.chunk_size, is_said=False))[0]
+            # Experts of the draft model stay in RAM where they would take what prompts stream the target's through.
+            for room in (max(left - streamed.total_bytes[name] + plan.total_bytes[name], 0), left):
+                beside = hardware.within({"cpu": hardware.machine.devices["cpu"], name: room})
+                planned = planner._whole(beside, {})
+                if planned.plan.misfit() is None:
+                    return PlannedDraft(draft, cache_plan, beside, planned)
         cpu = hardware.without_gpus()
         return PlannedDraft(draft, cache_plan, cpu, planner._whole(cpu, {}))
 

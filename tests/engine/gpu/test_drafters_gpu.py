@@ -21,6 +21,7 @@ from ktransformers.kernels.types import QuantType
 from ktransformers.operators.layers.gpu import LayerStack
 from ktransformers.operators.layers.traced import layer_list
 from ktransformers.optimize.plan import Plan
+from ktransformers.optimize.streaming import STAGING
 from tests.support.engines.drafter_steps import DrafterSteps, draft_in_every_step, runner_of
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
@@ -177,6 +178,22 @@ def test_it_comes_before_the_experts_that_fill_the_gpu(tmp_path: Path, caplog: p
     assert "no CUDA device" not in caplog.text
     assert planned(least).total_bytes["cuda:0"] == least
     assert planned(least - 1).total_bytes.get("cuda:0", 0) == 0
+
+
+def test_its_experts_leave_what_prompts_are_streamed_through(tmp_path: Path) -> None:
+    """Where both do not fit, they stay in RAM: a prompt's experts would be computed there, too."""
+    model = tiny_model("qwen3_moe", seed=1, layers=4)
+    path = write_gguf(model, tmp_path / "model.gguf", QuantType.Q8_0, QuantType.Q8_0)
+
+    def planned(nbytes: int, **changes: object) -> Plan:
+        return plan_model(config_of(path, hot_experts="off", **changes), hardware=fake_hardware(gpu_bytes=nbytes))
+
+    roomy = planned(4 << 30)
+    whole = planned(4 << 30, draft_model=path).extra_bytes["draft model"]["cuda:0"]
+    experts, total = on_gpu(roomy), roomy.total_bytes["cuda:0"]
+    found = [planned(total + i * experts // 4, draft_model=path).extra_bytes for i in range(6, 16)]
+    both = [extra for extra in found if STAGING in extra and "cuda:0" in extra["draft model"]]
+    assert any(extra["draft model"]["cuda:0"] <= whole - experts // 4 for extra in both)
 
 
 def test_what_is_planned_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
