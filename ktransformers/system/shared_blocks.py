@@ -23,6 +23,7 @@ that waits asks whether there were any.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import time
@@ -67,9 +68,9 @@ class SharedBlocks:
 
     @classmethod
     def create(cls, num_readers: int) -> SharedBlocks:
-        """Make the memory, empty. Raises EngineError where the system has none of this kind."""
+        """Make the memory, empty. Raises EngineError where the system has none of this kind, or not for so many."""
         if num_readers > _MOST_READERS:
-            raise ValueError(f"{num_readers} readers; there may be {_MOST_READERS}")
+            raise EngineError(f"{num_readers} processes would read memory that {_MOST_READERS} may share")
         try:
             file = os.memfd_create("kt-steps")
             os.ftruncate(file, _CONTROL)
@@ -130,8 +131,9 @@ class SharedBlocks:
         until = time.monotonic() + _SPIN_SECONDS
         while self._try(semaphore):
             if time.monotonic() > until:
-                while self._sleep(semaphore):  # a signal came
-                    pass
+                while self._sleep(semaphore):
+                    if ctypes.get_errno() != errno.EINTR:  # else a signal came
+                        raise EngineError(f"a block cannot be waited for: {os.strerror(ctypes.get_errno())}")
                 break
         slot = self._count % NUM_SLOTS
         self._count += 1

@@ -91,5 +91,5 @@ def test_memory_that_is_gone() -> None:
     writer.close()
     with pytest.raises(EngineError, match="cannot be opened at /proc/"):
         SharedBlocks.open(path, 0)
-    with pytest.raises(ValueError, match="17 readers"):
+    with pytest.raises(EngineError, match="17 processes"):
         SharedBlocks.create(17)

@@ -163,6 +163,22 @@ def test_a_worker_that_cannot_open_the_memory_of_steps(tmp_path: Path, monkeypat
         cut_engine(tmp_path)
 
 
+def test_steps_are_messages_where_no_memory_is_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model("llama", seed=1)
+    write_safetensors(model, tmp_path)
+    with torch.no_grad():
+        want = model(torch.tensor([IDS[:9]])).logits[0]
+    monkeypatch.delattr("os.memfd_create")
+    with closing(cut_engine(tmp_path)) as engine:
+        assert isinstance(engine.ranks, Driver)
+        assert engine.ranks.step_blocks is None
+        got = [logits(engine, IDS[:8], 0, (-1, 0)), logits(engine, IDS[8:9], 8, (0, 0))]
+        assert (torch.cat(got) - want).abs().max() <= TOLERANCE * want.abs().max()
+    assert "steps are sent as messages: no memory can be shared" in caplog.text
+
+
 def test_a_worker_without_room_for_its_part_of_experts() -> None:
     """It would have them whole, on its CPU, and add them to those that the driver's GPU has a part of."""
     config, said = EngineConfig(gguf_path=DEMO_GGUF, tensor_parallel=2), list[object]()

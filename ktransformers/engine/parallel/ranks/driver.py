@@ -125,8 +125,11 @@ class Driver(Ranks):
         if resolved.divided:
             logger.info("the routed experts of %d layers are divided, too", len(resolved.divided))
         if strategy.is_uniform and strategy.size > 1:
-            self._shared = SharedBlocks.create(strategy.size - 1)
-            self._undo.callback(self._shared.close)
+            try:
+                self._shared = SharedBlocks.create(strategy.size - 1)
+                self._undo.callback(self._shared.close)
+            except EngineError as error:
+                logger.warning("steps are sent as messages: %s", error)
         for rank in range(1, strategy.size):
             self._workers.start(rank)
 
