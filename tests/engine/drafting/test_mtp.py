@@ -22,10 +22,7 @@ from ktransformers.engine.step.drafts import DraftRequest
 from ktransformers.errors import UnsupportedError
 from ktransformers.operators.layers.native_stack import NativeStack
 from ktransformers.operators.layers.traced import layer_list
-from ktransformers.scheduler.drafting.planner import DraftPlanner
-from ktransformers.scheduler.drafting.prompt_lookup import PromptLookup
-from ktransformers.scheduler.drafting.row_costs import RowCosts
-from tests.support.engines.drafter_steps import runner_of
+from tests.support.engines.drafter_steps import draft_in_every_step, runner_of
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
 from tests.support.models.mtp_models import GGUF_MTP_TYPES, MTP_TYPES, TinyMtp, tiny_mtp, write_mtp, write_mtp_gguf
@@ -44,14 +41,7 @@ MARGIN = 1e-3
 @pytest.fixture(autouse=True)
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three tokens are drafted in each step, however few are right."""
-    add = RowCosts.add
-    monkeypatch.setattr(RowCosts, "add", lambda self, rows, seconds, **kinds: add(self, rows, 1.0, **kinds))
-    monkeypatch.setattr(PromptLookup, "chances", lambda self, most: [])  # nothing is copied
-
-    def counts(self: DraftPlanner, chances: list[list[float]], costly: Sequence[bool]) -> tuple[list[int], float]:
-        return [len(one) * self._costs.knows(len(chances)) for one in chances], 1.0
-
-    monkeypatch.setattr(DraftPlanner, "_counts", counts)
+    draft_in_every_step(monkeypatch)
 
 
 @contextmanager
