@@ -238,29 +238,45 @@ def test_a_backend_of_one_sequence(kind: Any, tmp_path: Path) -> None:
 
 
 def test_on_and_off_while_one_sequence_is_answered(tmp_path: Path) -> None:
-    """Both take effect between two steps of the answer, whose reader then goes on."""
+    """Both take effect between two steps of the answer, whose reader then goes on.
+
+    Nothing holds the engine up for its reader, and the bridge's process needs its time to start. So the answer begins
+    once the bridge runs, and is far longer than what is computed until the engine has been told.
+    """
 
     async def work() -> None:
-        config = EngineConfig(gguf_path=DEMO_GGUF, cpu_infer=1, cache_lens=1024)
+        config = EngineConfig(gguf_path=DEMO_GGUF, cpu_infer=1, cache_lens=16384)
         made = KTransformersInterface(config, ProfileConfig(root=tmp_path))
         await made.start()
+        params = SamplingParams(temperature=0, max_tokens=16000, seed=1, ignore_eos=True, max_drafts=0)
+        events = made.inference(GenerationRequest(request_id="a", prompt_ids=(5, 6, 7), params=params))
+        tokens: list[int | None] = []
+        turn = made.profiler.turn
+
+        async def read(num_tokens: int) -> None:
+            tokens.extend([(await anext(events)).token_id for _ in range(num_tokens)])
+
+        async def turn_in_the_answer(endpoint: str | None) -> None:
+            if endpoint is not None:
+                await read(3)
+            await turn(endpoint)
+
+        made.profiler.turn = turn_in_the_answer
         try:
-            params = SamplingParams(temperature=0, max_tokens=900, seed=1, ignore_eos=True)
-            events = made.inference(GenerationRequest(request_id="a", prompt_ids=(5, 6, 7), params=params))
-            tokens = [(await anext(events)).token_id for _ in range(3)]
             await made.profiler.start("p", None)
-            tokens += [(await anext(events)).token_id for _ in range(20)]
+            await read(20)
             status = await made.profiler.stop()
-            tokens += [event.token_id async for event in events]
-            assert len(tokens) == 900
             lines = read_profile(tmp_path / "p").tokens
-            assert 0 < len(lines) == status["last"]["counts"]["tokens"] < 900
-            first = lines[0]["index"]
-            assert [line["index"] for line in lines] == list(range(first, first + len(lines)))
-            assert [line["token"] for line in lines] == tokens[first : first + len(lines)]
+            assert 0 < len(lines) == status["last"]["counts"]["tokens"]
+            first, end = lines[0]["index"], lines[-1]["index"] + 1
+            await read(max(0, end - len(tokens)) + 20)
+            assert 0 < first < end < len(tokens)
+            assert [line["index"] for line in lines] == list(range(first, end))
+            assert [line["token"] for line in lines] == tokens[first:end]
             (ended,) = read_profile(tmp_path / "p").requests
             assert (ended["finish_reason"], ended["arrived"]) == (None, None)
         finally:
+            await events.aclose()
             await made.close()
 
     asyncio.run(work())
