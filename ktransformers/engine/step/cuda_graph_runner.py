@@ -5,7 +5,6 @@ Knows no models, caches or requests. What is captured is a function from a step'
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -105,7 +104,7 @@ class CUDAGraphRunner:
         self._marks: StepTimers | None = None
         self._most_timed: int | None = None
         self.reason: str | None = None  # why not all sizes were captured
-        self._suited = functools.lru_cache(_MOST_SUITED)(self._suiting)
+        self._suited: dict[tuple[int, int, int, int], StepSize | None] = {}  # what `size_of` has found
         decode = {StepSize(size, size) for size in batch_sizes}
         if not decode or min(decode).rows < 1:
             raise ValueError(f"batch sizes must be at least one and positive, got {list(batch_sizes)}")
@@ -131,7 +130,7 @@ class CUDAGraphRunner:
     def capture(self, sizes: Sequence[StepSize], backend: GraphBackend, progress: Callable[[int, int], None]) -> None:
         """Capture steps of these sizes, in this order, until one cannot be captured. The constructor calls this."""
         began, left = time.perf_counter(), list(sizes)
-        self._suited.cache_clear()
+        self._suited.clear()
         progress(0, len(sizes))
         while left:
             size = left.pop(0)
@@ -163,7 +162,7 @@ class CUDAGraphRunner:
         most_rows: graphs of more rows are not replayed meanwhile; their steps run anew.
         """
         self._timed, self._marks, self._most_timed = {}, marks, None if marks is None else most_rows
-        self._suited.cache_clear()
+        self._suited.clear()
         if marks is None or self._backend is None:
             return
         began = time.perf_counter()
@@ -189,15 +188,18 @@ class CUDAGraphRunner:
     def size_of(self, rows: int, kept: int, seqs: int, pages: int) -> StepSize | None:
         """Return the size that a step of so many rows runs in, which keeps the logits of so many; None: it fits
         none."""
-        return self._suited(rows, kept, seqs, pages)
-
-    def _suiting(self, rows: int, kept: int, seqs: int, pages: int) -> StepSize | None:
-        fitting = (
-            size
-            for size, captured in self._captured.items()
-            if size.rows >= rows and size.seqs >= seqs and size.kept >= kept and pages <= captured.static.num_pages
-        )
-        return min(filter(self._is_replayed, fitting), key=lambda size: size.waste(rows, seqs, kept), default=None)
+        kind = rows, kept, seqs, pages
+        if kind not in self._suited:
+            fitting = (
+                size
+                for size, captured in self._captured.items()
+                if size.rows >= rows and size.seqs >= seqs and size.kept >= kept and pages <= captured.static.num_pages
+            )
+            if len(self._suited) >= _MOST_SUITED:
+                self._suited.clear()
+            suiting = min(filter(self._is_replayed, fitting), key=lambda size: size.waste(rows, seqs, kept), default=None)
+            self._suited[kind] = suiting
+        return self._suited[kind]
 
     def _find(self, inputs: DecodeInputs) -> _Captured | None:
         size = self.size_of(inputs.num_rows, inputs.num_kept, *inputs.block_table.shape)

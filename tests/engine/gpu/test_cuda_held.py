@@ -24,6 +24,7 @@ from ktransformers.kernels.transfer.cuda import CudaDriver
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.device import cuda_memory
 from ktransformers.optimize.machine import detect_machine
+from tests.support.engines.failing import fail_once
 from tests.support.engines.gpu_engines import EXPERTS_ON_CPU, rules_of
 from tests.support.gguf.writer import write_gguf
 from tests.support.models.tiny_models import tiny_model
@@ -84,17 +85,9 @@ def test_nothing_is_held_behind_prompts_that_no_graph_takes() -> None:
 
 
 def test_a_step_that_fails_leaves_no_gpu_waiting(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    sample, left = PagedExecutor._sample, iter(range(5))
-
-    def failing(self: PagedExecutor, *args: object) -> object:
-        if next(left, None) is None:
-            monkeypatch.setattr(PagedExecutor, "_sample", sample)
-            raise RuntimeError("out of luck")
-        return sample(self, *args)  # type: ignore[arg-type]
-
     with LLM.from_loop(BatchLoop(lambda report: build_engine(config, report, gpu_hardware(), max_batch_size=4))) as llm:
         (want,) = llm.generate([[3, 40, 41, 42]], CASES[:1])
-        monkeypatch.setattr(PagedExecutor, "_sample", failing)
+        fail_once(monkeypatch, PagedExecutor, "_sample")
         with pytest.raises(EngineError, match="out of luck"):
             llm.generate([[3, 40, 41, 42]], CASES[:1])
         (output,) = llm.generate([[3, 40, 41, 42]], CASES[:1])

@@ -23,6 +23,7 @@ from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.errors import EngineError, KTransformersError
 from ktransformers.scheduler.records import StepPlan, StepResult
+from tests.support.engines.failing import fail_once
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.engines.gpu_engines import gpu_engine
 from tests.support.engines.sequential import Session
@@ -146,15 +147,7 @@ def test_an_answer_ends_at_its_end_token(loop: BatchLoop[Engine], wanted: list[l
 
 def test_a_step_that_fails(loop: BatchLoop[Engine], wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """What was computed before it counts, and later answers are as ever."""
-    sample, left = PagedExecutor._sample, iter(range(5))
-
-    def failing(self: PagedExecutor, *args: object) -> object:
-        if next(left, None) is None:
-            monkeypatch.setattr(PagedExecutor, "_sample", sample)
-            raise RuntimeError("out of luck")
-        return sample(self, *args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(PagedExecutor, "_sample", failing)
+    fail_once(monkeypatch, PagedExecutor, "_sample")
     with pytest.raises(EngineError, match="failed with RuntimeError: out of luck"):
         tokens(begun(loop, PROMPTS[0]))
     assert tokens(begun(loop, PROMPTS[0])) == wanted[0]
@@ -164,15 +157,7 @@ def test_a_step_that_was_released_is_no_other_ones(
     loop: BatchLoop[Engine], wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that fails once the step behind it was released: that one comes to nothing."""
-    result, left = PagedExecutor._tier_result, iter(range(5))
-
-    def failing(self: PagedExecutor, *args: float) -> object:
-        if next(left, None) is None:
-            monkeypatch.setattr(PagedExecutor, "_tier_result", result)
-            raise RuntimeError("out of luck")
-        return result(self, *args)
-
-    monkeypatch.setattr(PagedExecutor, "_tier_result", failing)
+    fail_once(monkeypatch, PagedExecutor, "_tier_result")
     with pytest.raises(EngineError, match="failed with RuntimeError: out of luck"):
         tokens(begun(loop, PROMPTS[0]))
     assert tokens(begun(loop, PROMPTS[2])) == wanted[2]
@@ -232,24 +217,17 @@ def test_errors_of_experts_in_a_step_that_failed_are_no_other_ones(
     path: Path, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The CPU's thread keeps its error until somebody asks."""
-    kept, check, sample, left = list[str](), StepLayout.check_experts, PagedExecutor._sample, iter(range(5))
+    kept, check = list[str](), StepLayout.check_experts
 
     def checked(self: StepLayout) -> None:
         check(self)
         if kept:
             raise EngineError(kept.pop())
 
-    def failing(self: PagedExecutor, *args: object) -> object:
-        if next(left, None) is None:
-            monkeypatch.setattr(PagedExecutor, "_sample", sample)
-            kept.append("experts out of luck")
-            raise RuntimeError("out of luck")
-        return sample(self, *args)  # type: ignore[arg-type]
-
     config = EngineConfig(model_path=path, cache_lens=64, cpu_infer=1, chunk_size=4)
     loop = BatchLoop(lambda report: build_engine(config, page_size=8, hardware=fake_hardware()))
     monkeypatch.setattr(StepLayout, "check_experts", checked)
-    monkeypatch.setattr(PagedExecutor, "_sample", failing)
+    fail_once(monkeypatch, PagedExecutor, "_sample", lambda: kept.append("experts out of luck"))
     try:
         with pytest.raises(EngineError, match="RuntimeError: out of luck"):
             tokens(begun(loop, PROMPTS[1]))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -281,6 +283,19 @@ def test_rows_of_prompts_beside_decoded_ones():
 def test_the_size_that_suits_a_step(rows, kept, seqs, size):
     assert make_graphs(KeptModel(), mixed=MIXED)[0].size_of(rows, kept, seqs, 3) == size
     assert make_graphs(KeptModel(), mixed=MIXED)[0].size_of(rows, kept, seqs, 4) is None
+
+
+def test_graphs_are_freed_at_once():
+    """Without a collection of reference cycles: what they captured is memory of a GPU."""
+    graphs = CUDAGraphRunner(KeptModel(), (1, 4), lambda size: StaticInputs(size, 3, CPU, 1, torch.float64), None)
+    assert graphs.size_of(3, 3, 3, 3) == StepSize(4, 4)
+    alive = weakref.ref(graphs)
+    gc.disable()
+    try:
+        del graphs
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_large_decode_graphs_are_for_decode_steps():

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
 
 from ktransformers.core import SamplingParams
@@ -39,15 +37,9 @@ def processes(name: str, parent: int) -> list[int]:
 
 
 def stream(server: ServerProcess, number: int, has_begun: list[int]) -> str:
-    body = {"model": "demo", "prompt": f"Question {number}: what is", "max_tokens": NUM_TOKENS, "stream": True}
+    body = {"model": "demo", "prompt": f"Question {number}: what is", "max_tokens": NUM_TOKENS}
     body |= {"temperature": 0.8, "seed": number, "ignore_eos": True}
-    text = ""
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as answer:
-        for line in answer.iter_lines():
-            if line.startswith("data: {"):
-                text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
-                has_begun.append(number)
-    return text
+    return server.completion(body, lambda: has_begun.append(number))
 
 
 @pytest.mark.exhaustive

@@ -3,7 +3,6 @@ answers without draft tokens do."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -37,16 +36,10 @@ def params_of(number: int) -> SamplingParams:
 
 
 def stream(server: ServerProcess, number: int, has_begun: list[int]) -> str:
-    params, text = params_of(number), ""
-    body = {"prompt": prompt_of(number), "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True}
+    params = params_of(number)
+    body = {"prompt": prompt_of(number), "max_tokens": NUM_TOKENS, "ignore_eos": True}
     body |= {"temperature": params.temperature, "seed": number}
-    headers = {"x-request-id": f"s{number}"}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=240, headers=headers) as answer:
-        for line in answer.iter_lines():
-            if line.startswith("data: {"):
-                text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
-                has_begun.append(number)
-    return text
+    return server.completion(body, lambda: has_begun.append(number), request_id=f"s{number}")
 
 
 @pytest.mark.exhaustive

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import re
 import signal
@@ -9,7 +10,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+
+import httpx
 
 START_SECONDS = 120.0  # a deadline for a busy machine, not an expectation
 MAIN = Path(__file__).resolve().parents[3] / "ktransformers" / "server" / "main.py"
@@ -53,6 +57,17 @@ class ServerProcess:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    def completion(self, body: dict[str, object], on_piece: Callable[[], object], request_id: str = "") -> str:
+        """The text that /v1/completions streams for `body`. on_piece: called for every piece of it."""
+        headers, text = {"x-request-id": request_id} if request_id else {}, ""
+        url, body = f"{self.url}/v1/completions", {**body, "stream": True}
+        with httpx.stream("POST", url, json=body, timeout=2 * START_SECONDS, headers=headers) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+                    on_piece()
+        return text
 
     def terminate(self, seconds: float = 60.0) -> int:
         """SIGTERM, then the exit code."""
