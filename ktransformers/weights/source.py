@@ -58,6 +58,14 @@ class ExpertsLayout:
     is_concatenated: bool = True
     num_identities: int = 0
 
+    def joined(self, gate: torch.Tensor, up: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return rows of gate and up, or biases or results of them, along `dim` as the module has them: one behind the
+        other, or in turn.
+        """
+        if self.is_concatenated:
+            return torch.cat((gate, up), dim=dim)
+        return torch.stack((gate, up), dim=dim + 1).flatten(dim, dim + 1)
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertsInfo:

@@ -308,18 +308,13 @@ def _fill_experts(module: Any, key: str, source: TiedSource) -> int:
     def placed(values: torch.Tensor) -> torch.Tensor:
         return values.transpose(1, 2).contiguous() if layout.is_transposed else values
 
-    def joined(gate: torch.Tensor, up: torch.Tensor, dim: int) -> torch.Tensor:
-        if layout.is_concatenated:
-            return torch.cat((gate, up), dim=dim)
-        return torch.stack((gate, up), dim=dim + 1).flatten(dim, dim + 1)
-
     up, up_bias = matrices(weights.up), weights.up_bias
     first, first_bias = "up_proj", "up_proj_bias"
     if weights.gate is not None:
         first, first_bias = "gate_up_proj", "gate_up_proj_bias"
-        up = joined(matrices(weights.gate), up, 1)
+        up = layout.joined(matrices(weights.gate), up, 1)
         if up_bias is not None and weights.gate_bias is not None:
-            up_bias = joined(weights.gate_bias, up_bias, 1)
+            up_bias = layout.joined(weights.gate_bias, up_bias, 1)
     nbytes = _set(module, first, placed(up)) + _set(module, "down_proj", placed(matrices(weights.down)))
     if layout.has_bias and up_bias is not None and weights.down_bias is not None:
         nbytes += _set(module, first_bias, up_bias) + _set(module, "down_proj_bias", weights.down_bias)

@@ -190,15 +190,15 @@ class CUDAGraphRunner:
         none."""
         kind = rows, kept, seqs, pages
         if kind not in self._suited:
+            if len(self._suited) >= _MOST_SUITED:
+                self._suited.clear()
             fitting = (
                 size
                 for size, captured in self._captured.items()
                 if size.rows >= rows and size.seqs >= seqs and size.kept >= kept and pages <= captured.static.num_pages
             )
-            if len(self._suited) >= _MOST_SUITED:
-                self._suited.clear()
-            suiting = min(filter(self._is_replayed, fitting), key=lambda size: size.waste(rows, seqs, kept), default=None)
-            self._suited[kind] = suiting
+            suiting = filter(self._is_replayed, fitting)
+            self._suited[kind] = min(suiting, key=lambda size: size.waste(rows, seqs, kept), default=None)
         return self._suited[kind]
 
     def _find(self, inputs: DecodeInputs) -> _Captured | None:

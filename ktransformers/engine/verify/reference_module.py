@@ -251,14 +251,13 @@ class StoredWeights(TorchFunctionMode):
     def _expert_biases(self, name: str) -> torch.Tensor:
         """As the module holds them: [E, 2 I] or [E, I], or [E, H]."""
         key, _, part = name.rpartition(".")
-        weights, is_concatenated = self._weights_of(key), self._experts[key][1].is_concatenated
+        weights = self._weights_of(key)
         bias = weights.down_bias if part == "down_proj_bias" else weights.up_bias
         if bias is None:
             return self._source.dense(name)
         if part == "down_proj_bias" or weights.gate_bias is None:
             return bias
-        both = (weights.gate_bias, bias)
-        return torch.cat(both, dim=1) if is_concatenated else torch.stack(both, dim=2).flatten(1)
+        return self._experts[key][1].joined(weights.gate_bias, bias, 1)
 
     def _read_expert(self, name: str, index: int) -> torch.Tensor:
         """As the module holds it: [2 I, H] or [I, H], [H, I], or transposed."""
@@ -270,11 +269,7 @@ class StoredWeights(TorchFunctionMode):
         else:
             matrix = self._matrix(weights.up[index], resident["up"], name)
             if weights.gate is not None:
-                gate = self._matrix(weights.gate[index], resident["gate"], name)
-                if layout.is_concatenated:
-                    matrix = torch.cat((gate, matrix))
-                else:
-                    matrix = torch.stack((gate, matrix), dim=1).flatten(0, 1)
+                matrix = layout.joined(self._matrix(weights.gate[index], resident["gate"], name), matrix, 0)
         return matrix.T if layout.is_transposed else matrix
 
     def _matrix(self, weight: ExpertWeight, resident: WeightType, name: str) -> torch.Tensor:

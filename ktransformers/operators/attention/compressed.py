@@ -43,6 +43,7 @@ from ktransformers.operators.base import (
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.exact import NativeMathMode
 from ktransformers.operators.linear.matrix import dense_tensor
+from ktransformers.operators.rotation import rotate
 from ktransformers.operators.wrapper import DenseState, WrapperOperator
 from ktransformers.weights.source import WeightSource
 
@@ -55,8 +56,7 @@ _MAX_INDEX = (1 << 31) - 1
 def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Return fp32 x [N, heads, D] with the pairs of its last columns rotated by angles [N, P / 2]."""
     plain, pairs = x[..., : -2 * cos.shape[-1]], x[..., -2 * cos.shape[-1] :]
-    a, b, cos, sin = pairs[..., ::2], pairs[..., 1::2], cos[:, None], sin[:, None]
-    return torch.cat((plain, torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)), dim=-1)
+    return torch.cat((plain, rotate(pairs, cos, sin, is_interleaved=True, keeps_places=True)), dim=-1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ktransformers.operators.attention.rotation import rotated_columns
 from ktransformers.operators.recognize.indexer import Granularity, IndexSpec
+from ktransformers.operators.rotation import rotated_columns
 
 __all__ = ["Angles", "IndexInputs", "make_inputs"]
 

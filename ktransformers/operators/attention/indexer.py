@@ -40,13 +40,13 @@ from ktransformers.kernels.triton.attention.rope import rope_to_cache
 from ktransformers.kernels.triton.attention.topk_positions import select_topk_positions
 from ktransformers.operators.attention.index_inputs import Angles, IndexInputs, make_inputs
 from ktransformers.operators.attention.pools import PoolStep, in_order, pooled_by_gates
-from ktransformers.operators.attention.rotation import rotated_columns
 from ktransformers.operators.attention.topk_positions import TopkPositions
 from ktransformers.operators.base import OperatorConfig, OperatorRuntime, Placement, Requirements
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import use
 from ktransformers.operators.exact import NativeMathMode
 from ktransformers.operators.recognize.indexer import Granularity, recognize_indexer
+from ktransformers.operators.rotation import rotated_columns
 from ktransformers.operators.wrapper import WrapperOperator
 from ktransformers.weights.source import WeightSource
 

@@ -38,7 +38,6 @@ from ktransformers.operators.attention.latent_gpu import GpuLatent, LatentStep, 
 from ktransformers.operators.attention.latent_materialization import LatentDims, MaterializationPolicy, Rates, StepRuns
 from ktransformers.operators.attention.latent_spec import Gate, LatentSpec
 from ktransformers.operators.attention.latent_weights import TWO_BYTE, split_up_projections
-from ktransformers.operators.attention.rotation import rotate
 from ktransformers.operators.attention.topk_positions import TopkPositions
 from ktransformers.operators.base import (
     OperatorConfig,
@@ -53,6 +52,7 @@ from ktransformers.operators.linear.joined import JoinedLinears
 from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.operators.norm import KRMSNorm
 from ktransformers.operators.recognize.norm import NormSpec, recognize_norm
+from ktransformers.operators.rotation import rotate
 from ktransformers.operators.wrapper import DenseState, WrapperOperator
 from ktransformers.weights.source import TensorInfo, WeightSource
 

@@ -9,7 +9,6 @@ history longer than its window, layer by layer; parts that do not fit, or comput
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +16,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from ktransformers.cache.paged import LayerShape, Scales
-from ktransformers.cache.state import StateCache
+from ktransformers.cache.paged import LayerShape
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.cpu.latent import LatentLayer, LatentParts
@@ -41,7 +39,7 @@ from ktransformers.operators.activation import KActivation
 from ktransformers.operators.attention.mla import KMLAAttention
 from ktransformers.operators.base import layer_number
 from ktransformers.operators.comparison import close
-from ktransformers.operators.context import ForwardContext, LayerCache
+from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.experts.block import KMoEBlock
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.experts.router import KRouter
@@ -51,8 +49,6 @@ from ktransformers.operators.layers.traced import (
     keep_attention_type,
     layer_list,
     probe_context,
-    probe_logits,
-    trace_step,
 )
 from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.operators.linear.mlp import KMLP
@@ -63,7 +59,7 @@ from ktransformers.operators.recognize.probe import ProbeInputs
 from ktransformers.operators.recurrent.delta import KGatedDeltaNet
 from ktransformers.operators.wrapper import WrapperOperator
 
-__all__ = ["FusedLayer", "fuse_layers", "watch_step"]
+__all__ = ["FusedLayer", "fuse_layers"]
 
 logger = logging.getLogger(__name__)
 
@@ -388,10 +384,9 @@ def _agrees(fused: FusedLayer, call: LayerCall, shape: LayerShape, pool: WorkerP
     rows = ProbeInputs().normal(1, PROBE_ROWS, hidden)
     window = max((asked.window for asked in call.attention), default=0)
     past = min(window + 2, _PROBE_BYTES // max(shape.read_nbytes(1), 1))
-    results = []
+    shapes, results = [LayerShape.without_pages()] * fused.layer_idx + [replace(shape, shares=None)], []
     for way in (layer, fused):
-        context = probe_context([replace(shape, shares=None)], pool, PROBE_ROWS, past)
-        context = replace(context, cache=_OneLayer(context.cache))
+        context = probe_context(shapes, pool, PROBE_ROWS, past)
         results.append(way(rows.clone(), *call.args, **{**call.kwargs, "forward_context": context}))
     want, got = results
     if not isinstance(want, torch.Tensor):  # a tuple: the model's loop expects one
@@ -399,64 +394,8 @@ def _agrees(fused: FusedLayer, call: LayerCall, shape: LayerShape, pool: WorkerP
     return close(got, want, of_largest=_TOLERANCE_BF16 if pool.has_bf16 else _TOLERANCE)
 
 
-class _OneLayer:
-    """A cache of one layer, whichever is asked for."""
-
-    def __init__(self, cache: LayerCache):
-        self._cache = cache
-
-    def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._cache.layer(0)
-
-    def scales(self, layer_idx: int) -> Scales:
-        return self._cache.scales(0)
-
-    def shape(self, layer_idx: int) -> LayerShape:
-        return self._cache.shape(0)
-
-    def index_keys(self, layer_idx: int) -> torch.Tensor:
-        return self._cache.index_keys(0)
-
-    def is_on_gpu(self, layer_idx: int) -> bool:
-        return self._cache.is_on_gpu(0)
-
-    @property
-    def states(self) -> StateCache | None:
-        states = self._cache.states
-        return None if states is None else _OneState(states)
-
-
-class _OneState(StateCache):
-    """The states of one layer, whichever is asked for."""
-
-    def __init__(self, states: StateCache):
-        super().__init__({}, 1)
-        self._states = states
-
-    @override
-    def layer(self, layer_idx: int) -> Mapping[str, torch.Tensor]:
-        return self._states.layer(0)
-
-
-def watch_step(
-    model: nn.Module, shapes: list[LayerShape], pool: WorkerPool, last: int = PROBE_ROWS - 1
-) -> list[LayerCall]:
-    """Watch a step that ends with position `last`: return the arguments of each layer of a model that is all on the
-    CPU.
-
-    Errors as trace_step.
-    """
-    context = probe_context(shapes, pool, PROBE_ROWS)
-    positions = torch.arange(PROBE_ROWS) + max(last - PROBE_ROWS + 1, 0)
-
-    ids, keep = torch.zeros(PROBE_ROWS, dtype=torch.int64), torch.tensor([PROBE_ROWS - 1])
-    return trace_step(model, lambda: probe_logits(model, context, ids, positions, keep))
-
-
 @torch.inference_mode()
-def fuse_layers(
-    model: nn.Module, shapes: list[LayerShape], pool: WorkerPool, calls: list[LayerCall] | None = None
-) -> int:
+def fuse_layers(model: nn.Module, shapes: list[LayerShape], pool: WorkerPool, calls: list[LayerCall]) -> int:
     """Put FusedLayers in the places of the decoder layers that allow it; returns how many.
 
     model: a loaded causal LM of `transformers`. shapes: of the cache, layer by layer. calls: of its layers in a step of
@@ -465,7 +404,6 @@ def fuse_layers(
     layers = layer_list(model)
     if layers is None:
         return 0
-    calls = watch_step(model, shapes, pool) if calls is None else calls
     buffers, count = LayerBuffers(), 0
     for i, (layer, call) in enumerate(zip(list(layers), calls, strict=True)):
         fused = _fused(layer, call, shapes[i], pool, buffers)

@@ -29,7 +29,6 @@ from ktransformers.operators.layers.traced import (
     LayerCall,
     keep_attention_type,
     layer_list,
-    probe_context,
     probe_logits,
 )
 
@@ -128,4 +127,4 @@ def stack_cpu_layers(model: nn.Module, shapes: list[LayerShape], pool: WorkerPoo
 def _logits(model: nn.Module, shapes: list[LayerShape], pool: WorkerPool) -> torch.Tensor:
     """Of all rows of a step of different tokens."""
     rows = torch.arange(PROBE_ROWS)
-    return probe_logits(model, probe_context(shapes, pool, PROBE_ROWS), rows, rows, rows).clone()
+    return probe_logits(model, shapes, pool, rows, rows, rows).clone()

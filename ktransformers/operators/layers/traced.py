@@ -216,12 +216,18 @@ def _one_sequence(rows: int, read_slot: int, kv_lens: torch.Tensor) -> StateStep
 
 
 def probe_logits(
-    model: Any, context: ForwardContext, ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor
+    model: Any,
+    shapes: list[LayerShape],
+    pool: WorkerPool,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    keep: torch.Tensor,
 ) -> torch.Tensor:
     """Return the logits, [N, vocab], that the own forward of a model that is all on the CPU gives in a probe's step:
-    int64 [T] ids and positions, int64 [N] rows to keep.
+    int64 [T] ids and positions, int64 [N] rows to keep. shapes: of the cache.
     """
-    with NativeMathMode(context.pool):
+    context = probe_context(shapes, pool, len(ids))
+    with NativeMathMode(pool):
         logits: torch.Tensor = model(
             input_ids=ids[None],
             position_ids=positions[None],

@@ -31,6 +31,7 @@ from ktransformers.operators.recognize.probe import (
     recognizer,
 )
 from ktransformers.operators.recognize.temperature import QueryTemperature
+from ktransformers.operators.rotation import rotated_columns
 
 __all__ = ["GqaSpec", "NormPlace", "QueryNorms", "recognize_attention", "recognize_temperature"]
 
@@ -283,20 +284,17 @@ def _check_plain(call: _Call, parts: dict[str, Tensor]) -> None:
 def _rotated(parts: dict[str, Tensor], index: int, angles: Tensor, spec: GqaSpec) -> Tensor:
     """What attention gets of queries (index 0) or keys (1), [T, heads, D]."""
     x, norms = parts[("q_proj", "k_proj")[index]], spec.norms
+    turned = partial(
+        rotated_columns,
+        cos=angles.cos(),
+        sin=angles.sin(),
+        is_interleaved=spec.is_interleaved,
+        keeps_places=True,
+    )
     if norms is None:
-        return _turned(x, angles, spec.is_interleaved)
+        return turned(x)
     weight = norms.offset + parts[norms.names[index]]
     if norms.place is NormPlace.ROTATED:
-        return rms_norm(_turned(x, angles, spec.is_interleaved), weight, norms.eps)
+        return rms_norm(turned(x), weight, norms.eps)
     rows = x.flatten(1) if norms.place is NormPlace.WHOLE else x
-    return _turned(rms_norm(rows, weight, norms.eps).view(x.shape), angles, spec.is_interleaved)
-
-
-def _turned(x: Tensor, angles: Tensor, is_interleaved: bool) -> Tensor:
-    """x [T, heads, D], its first columns rotated in pairs and left where they are."""
-    half = angles.shape[-1]
-    cos, sin, turned = angles.cos()[:, None], angles.sin()[:, None], x[..., : 2 * half]
-    a, b = (turned[..., ::2], turned[..., 1::2]) if is_interleaved else (turned[..., :half], turned[..., half:])
-    members = (a * cos - b * sin, b * cos + a * sin)
-    turned = torch.stack(members, dim=-1).flatten(-2) if is_interleaved else torch.cat(members, dim=-1)
-    return torch.cat((turned, x[..., 2 * half :]), dim=-1)
+    return turned(rms_norm(rows, weight, norms.eps).view(x.shape))

@@ -21,11 +21,14 @@ from torch import Tensor, nn
 from ktransformers.operators.recognize.probe import (
     NotRecognized,
     ProbeInputs,
+    StandIn,
     answer,
+    made_of,
     matching,
     probe_module,
     recognizer,
 )
+from ktransformers.operators.rotation import rotated_columns
 
 __all__ = ["Granularity", "IndexSpec", "recognize_indexer"]
 
@@ -86,26 +89,14 @@ class IndexSpec:
         return x.roll(self.rotary_dim, dims=-1) if self.is_last else x
 
 
-class _Fixed(nn.Module):
-    """Gives the same whatever it is given; of its weight only the type is asked."""
-
-    def __init__(self, value: Tensor):
-        super().__init__()
-        self.value, self.weight = value, value
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.value
+def _fixed(value: Tensor) -> StandIn:
+    """A projection that gives the same whatever it is given."""
+    return StandIn(lambda x: value)
 
 
-class _Unchanged(nn.Module):
-    """A norm that changes nothing, of whose weight only the type is asked."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.ones(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
+def _unchanged() -> StandIn:
+    """A norm that changes nothing."""
+    return StandIn(lambda x: x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +132,7 @@ def recognize_indexer(module: nn.Module, granularity: Granularity = Granularity.
 
 
 def _recognized(module: nn.Module, *, granularity: Granularity) -> IndexSpec:
-    parts = {name for name, _ in module.named_children()}
+    parts = made_of(module)
     ways = (way for way in _WAYS if way.granularity is granularity and parts == way.parts)
     way = next((way for way in ways if hasattr(module, way.mark)), None)
     if way is None:
@@ -199,10 +190,10 @@ def _mean_specs(module: Any) -> list[IndexSpec]:
 def _lightning(given: _Given) -> dict[str, nn.Module]:
     """Parts of the indexers of latent attention."""
     return {
-        "wq_b": _Fixed(given.q.flatten(1)[None]),
-        "wk": _Fixed(given.k[None]),
-        "k_norm": _Unchanged(),
-        "weights_proj": _Fixed(given.weights[None]),
+        "wq_b": _fixed(given.q.flatten(1)[None]),
+        "wk": _fixed(given.k[None]),
+        "k_norm": _unchanged(),
+        "weights_proj": _fixed(given.weights[None]),
     }
 
 
@@ -221,10 +212,10 @@ def _ask_positions(module: nn.Module, given: _Given) -> Tensor:
 
 def _ask_blocks(module: nn.Module, given: _Given) -> Tensor:
     children = {
-        "q_proj": _Fixed(given.q.flatten(1)[None]),
-        "k_proj": _Fixed(given.k[None]),
-        "q_norm": _Unchanged(),
-        "k_norm": _Unchanged(),
+        "q_proj": _fixed(given.q.flatten(1)[None]),
+        "k_proj": _fixed(given.k[None]),
+        "q_norm": _unchanged(),
+        "k_norm": _unchanged(),
     }
     local = _local(int(module.local_blocks))  # type: ignore[arg-type]
     probe = probe_module(module, modules=children, block_size=_SIZE, topk_blocks=_CHOSEN, local_blocks=local)
@@ -250,9 +241,9 @@ def _ask_gated(module: nn.Module, given: _Given) -> Tensor:
 
 def _ask_mean(module: nn.Module, given: _Given) -> Tensor:
     children = {
-        "index_qk_proj": _Fixed(torch.cat((given.q.flatten(1), given.k), dim=-1)[None]),
-        "q_layernorm": _Unchanged(),
-        "k_layernorm": _Unchanged(),
+        "index_qk_proj": _fixed(torch.cat((given.q.flatten(1), given.k), dim=-1)[None]),
+        "q_layernorm": _unchanged(),
+        "k_layernorm": _unchanged(),
     }
     probe = probe_module(
         module,
@@ -329,14 +320,17 @@ def _choose(given: _Given, spec: IndexSpec) -> Tensor:
 def _scored(given: _Given, spec: IndexSpec) -> tuple[Tensor, Tensor, int]:
     """Queries [T, H, D], what they are multiplied with [N, D], and how many positions one of that stands for."""
     if spec.granularity is not Granularity.POOL:
-        q, k = (_turned(spec.rotated_first(x), given.angles, spec) for x in (given.q, given.k[:, None]))
+        cos, sin = given.angles.cos(), given.angles.sin()
+        rows = (spec.rotated_first(x) for x in (given.q, given.k[:, None]))
+        q, k = (rotated_columns(x, cos, sin, is_interleaved=spec.is_interleaved) for x in rows)
         return q, k[:, 0], 1
     count = _ROWS // _SIZE
     keys, gates = (x[: count * _SIZE].view(count, _SIZE, -1) for x in (given.k, given.gates))
     if spec.is_gated:
         return given.q, ((gates + given.bias).softmax(dim=1) * keys).sum(1), _SIZE
-    entries = _turned(keys.mean(1)[:, None], given.angles[: count * _SIZE : _SIZE], spec)[:, 0]
-    return _turned(given.q, given.angles, spec), entries, _SIZE
+    firsts = given.angles[: count * _SIZE : _SIZE]
+    entries = rotated_columns(keys.mean(1)[:, None], firsts.cos(), firsts.sin())[:, 0]
+    return rotated_columns(given.q, given.angles.cos(), given.angles.sin()), entries, _SIZE
 
 
 def _best_of_blocks(scores: Tensor, num_local: int) -> Tensor:
@@ -345,11 +339,3 @@ def _best_of_blocks(scores: Tensor, num_local: int) -> Tensor:
     blocks = padded.view(*scores.shape[:2], -1, _SIZE).amax(-1)
     back = torch.arange(_ROWS)[:, None, None] // _SIZE - torch.arange(blocks.shape[-1])
     return blocks.masked_fill((back >= 0) & (back < num_local), float("inf"))
-
-
-def _turned(x: Tensor, angles: Tensor, spec: IndexSpec) -> Tensor:
-    """x [T, heads, D], its first columns rotated."""
-    half = angles.shape[-1]
-    cos, sin, turned = angles.cos()[:, None], angles.sin()[:, None], x[..., : 2 * half]
-    a, b = (turned[..., ::2], turned[..., 1::2]) if spec.is_interleaved else (turned[..., :half], turned[..., half:])
-    return torch.cat((a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]), dim=-1)

@@ -12,7 +12,7 @@ from ktransformers.kernels.cpu.latent import LatentLayer
 from ktransformers.kernels.cpu.layer import AttentionLayer, LayerKv, MlpLayer, MoeLayer, RecurrentLayer
 from ktransformers.operators.attention.mla import KMLAAttention
 from ktransformers.operators.layers.cpu import FusedLayer, fuse_layers
-from tests.support.engines.runners import fused_runner, random_ids, runner_of
+from tests.support.engines.runners import calls_of, fused_runner, random_ids, runner_of
 from tests.support.models.agreement import TOLERANCE
 from tests.support.models.family_models import family_config
 from tests.support.models.recurrent_models import recurrent_model
@@ -129,7 +129,7 @@ def test_a_layer_arranged_in_another_way_keeps_its_modules() -> None:
     parallel = type("ParallelLayer", (kind,), {"forward": forward})
     for layer in layers_of(runner):
         layer.__class__ = parallel
-    assert fuse_layers(runner.model, list(runner.cache.shapes), runner.pool) == 0
+    assert fuse_layers(runner.model, list(runner.cache.shapes), runner.pool, calls_of(runner)) == 0
     assert not any(isinstance(layer, FusedLayer) for layer in layers_of(runner))
 
 

@@ -16,11 +16,11 @@ from benchmarks.sequence import SequenceRunner
 from ktransformers.cache.static import StaticCache
 from ktransformers.kernels.cpu.layer import LayerKv
 from ktransformers.kernels.cpu.stack import NativeLayerStack
-from ktransformers.operators.layers.cpu import FusedLayer, fuse_layers, watch_step
+from ktransformers.operators.layers.cpu import FusedLayer, fuse_layers
 from ktransformers.operators.layers.joined import Done
 from ktransformers.operators.layers.native_stack import MOST_ROWS, NativeStack, stack_cpu_layers
 from ktransformers.operators.layers.traced import decoder_layers
-from tests.support.engines.runners import fused_runner, random_ids, runner_of, stacked_runner
+from tests.support.engines.runners import calls_of, fused_runner, random_ids, runner_of, stacked_runner
 from tests.support.models.family_models import family_config
 from tests.support.models.recurrent_models import recurrent_model
 from tests.support.models.tiny_models import random_model, tiny_model
@@ -103,8 +103,7 @@ def test_layers_between_which_a_model_does_something_stay_apart() -> None:
     """What the model adds behind its first layer, a stack would leave out."""
     model = tiny_model("llama")
     runner = runner_of(model)
-    shapes = list(runner.cache.shapes)
-    calls = watch_step(runner.model, shapes, runner.pool)
+    shapes, calls = list(runner.cache.shapes), calls_of(runner)
     fuse_layers(runner.model, shapes, runner.pool, calls)
     before = decoder_layers(runner.model)
 

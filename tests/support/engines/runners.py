@@ -16,8 +16,9 @@ from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.registry import default_optimize_rules
 from ktransformers.operators.base import OperatorConfig
-from ktransformers.operators.layers.cpu import fuse_layers, watch_step
+from ktransformers.operators.layers.cpu import fuse_layers
 from ktransformers.operators.layers.native_stack import stack_cpu_layers
+from ktransformers.operators.layers.traced import PROBE_ROWS, LayerCall, probe_logits, trace_step
 from ktransformers.optimize.apply import apply_plan, load_plan
 from ktransformers.optimize.machine import detect_machine
 from ktransformers.optimize.plan import make_plan
@@ -59,17 +60,23 @@ def random_ids(vocab_size: int, length: int, seed: int = 3) -> list[int]:
     return torch.randint(0, vocab_size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+def calls_of(runner: SequenceRunner) -> list[LayerCall]:
+    """The calls of its layers in a step of a few rows."""
+    rows, shapes = torch.arange(PROBE_ROWS), list(runner.cache.shapes)
+    ids = torch.zeros_like(rows)
+    return trace_step(runner.model, lambda: probe_logits(runner.model, shapes, runner.pool, ids, rows, rows[-1:]))
+
+
 def fused_runner(model: torch.nn.Module, kv_type: str = "auto", max_len: int = 64) -> SequenceRunner:
     runner = runner_of(model, max_len, kv_type=kv_type)
-    fuse_layers(runner.model, list(runner.cache.shapes), runner.pool)
+    fuse_layers(runner.model, list(runner.cache.shapes), runner.pool, calls_of(runner))
     return runner
 
 
 def stacked_runner(model: torch.nn.Module, kv_type: str = "auto", max_len: int = 64) -> SequenceRunner:
     """Layers joined, the model's own forward around them."""
     runner = runner_of(model, max_len, kv_type=kv_type)
-    shapes = list(runner.cache.shapes)
-    calls = watch_step(runner.model, shapes, runner.pool)
+    shapes, calls = list(runner.cache.shapes), calls_of(runner)
     fuse_layers(runner.model, shapes, runner.pool, calls)
     stack_cpu_layers(runner.model, shapes, runner.pool, calls)
     return runner

@@ -4,7 +4,7 @@
 
 Pairs of a head are (0, P / 2), (1, P / 2 + 1), ... in the half layout (llama, qwen) and (0, 1), (2, 3), ... in the
 interleaved one (deepseek). A rotated head holds first all first members, then all second ones, in both, as
-`operators.attention.rotation.rotate` has it: dot products of two rotated vectors do not depend on the order.
+`operators.rotation.rotate` has it: dot products of two rotated vectors do not depend on the order.
 Rows of cos and sin are positions when `positions` is given, else row t belongs to row t.
 A row whose slot is negative is rotated and not cached: what pads a batch needs no slot of its own. Neither is one whose
 slot lies beyond the cache: it would be written into whatever comes after (engine/step/context.py refuses such a step).

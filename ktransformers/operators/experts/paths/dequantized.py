@@ -76,6 +76,5 @@ class TorchPath(HostPath):
 
         up = project(weights.up, weights.up_bias, rows)
         if weights.gate is not None:
-            both = project(weights.gate, weights.gate_bias, rows), up
-            up = torch.cat(both, dim=-1) if layer.layout.is_concatenated else torch.stack(both, dim=-1).flatten(-2)
+            up = layer.layout.joined(project(weights.gate, weights.gate_bias, rows), up, 1)
         return project(weights.down, weights.down_bias, layer.function.act(up))
