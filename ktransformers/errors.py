@@ -39,6 +39,7 @@ from __future__ import annotations
 import re
 
 __all__ = [
+    "MODULE_FAILURES",
     "AuthenticationError",
     "CapacityError",
     "ConfigError",
@@ -69,6 +70,7 @@ __all__ = [
     "UnknownIdError",
     "UnsupportedError",
     "WeightError",
+    "named_reason",
     "reason_of",
 ]
 
@@ -80,6 +82,9 @@ _ADVICE = re.compile(
 )
 _LINK = re.compile(r"\s*\(?(?:at |see )?'?https?://\S+")
 _MAX_REASON = 200
+
+MODULE_FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
+"""What the modules of any family may raise when they are given what they do not expect."""
 
 
 def reason_of(error: BaseException) -> str:
@@ -94,6 +99,11 @@ def reason_of(error: BaseException) -> str:
     text = " ".join(_LINK.sub("", _ADVICE.sub("", str(error))).split())
     text = text.strip(" .:;,") or type(error).__name__
     return text if len(text) <= _MAX_REASON else text[: _MAX_REASON - 3] + "..."
+
+
+def named_reason(error: BaseException) -> str:
+    """Return an exception's class and the first line of what it says, for errors of code that is not ours."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
 
 
 class KTransformersError(Exception):

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["attention_modules", "mixers", "named_cache", "number_mixers"]
+__all__ = ["attention_modules", "find_layers", "mixers", "named_cache", "number_mixers"]
 
 
 def attention_modules(model: nn.Module) -> dict[int, str]:
@@ -37,7 +37,7 @@ def number_mixers(model: nn.Module) -> None:
 
     Attention of a block whose weights layers share (Zamba) has number -1 or none; some recurrent blocks say nothing.
     """
-    found = _layer_list(model, attention_modules(model))
+    found = find_layers(model)
     for index, layer in enumerate(() if found is None else found[1]):
         for module in layer.modules():
             if hasattr(module, "scaling") and getattr(module, "layer_idx", 0) in (-1, None):
@@ -54,7 +54,7 @@ def mixers(model: nn.Module) -> dict[int, str]:
     A layer with attention and something recurrent counts as one with attention.
     """
     found = attention_modules(model)
-    layers = _layer_list(model, found)
+    layers = find_layers(model)
     if layers is not None:
         key, modules = layers
         named = enumerate(modules.named_children())  # by other numbers in a stage of a pipeline
@@ -62,11 +62,11 @@ def mixers(model: nn.Module) -> dict[int, str]:
     return dict(sorted(found.items()))
 
 
-def _layer_list(model: nn.Module, attention: dict[int, str]) -> tuple[str, nn.ModuleList] | None:
-    """The list of decoder layers and its name; None where layers are kept in another way."""
+def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
+    """Return the list of decoder layers, wherever a family keeps it, and its name; None where layers are in no list."""
     config = getattr(model, "config", None)
     count = getattr(config, "num_hidden_layers", None)
-    inside = [name for name in attention.values() if name.count(".") > 1]
+    inside = [name for name in attention_modules(model).values() if name.count(".") > 1]
     for key, module in model.named_modules():
         is_theirs = not inside or any(name.startswith(f"{key}.") for name in inside)
         if isinstance(module, nn.ModuleList) and len(module) == count and is_theirs:

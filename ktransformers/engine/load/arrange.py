@@ -17,7 +17,7 @@ from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.engine.verify.checked_model import CheckedModel
 from ktransformers.engine.verify.self_check import check_model, is_checked
 from ktransformers.engine.verify.stack_check import StackCheck
-from ktransformers.errors import KTransformersError, UnsupportedError
+from ktransformers.errors import MODULE_FAILURES, KTransformersError, UnsupportedError, named_reason
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.common.compiling import compiles, warmup
 from ktransformers.operators.layers.cpu import fuse_layers
@@ -120,13 +120,12 @@ def _first_step(loaded: Arrangeable) -> list[LayerCall]:
         return trace_step(opened.model, step)
     except KTransformersError:
         raise
-    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
+    except MODULE_FAILURES as error:
         logger.debug("the first step failed", exc_info=True)
         where = failing_module(opened.model, error)
         raise UnsupportedError(
             f"model type {opened.facts.model_type} does not run here: its first step fails "
-            f"{'' if where is None else f'in {where} '}with "
-            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+            f"{'' if where is None else f'in {where} '}with {named_reason(error)}"
         ) from error
     finally:
         forget_positions(loaded.plan)

@@ -21,6 +21,7 @@ from ktransformers.engine.step.decode import DecodeSteps
 from ktransformers.engine.step.decode_inputs import decode_batch_sizes
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.verify.layer_kinds import one_of_each
+from ktransformers.errors import MODULE_FAILURES
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.attention.launch import DECODE_ROWS, MAX_SHARES, MAX_SPLITS, MIN_CHUNK
 from ktransformers.kernels.triton.common.compiling import Compiled, warmup
@@ -33,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 _ROWS = (1, 2, 3, 4, 8, 16, 17, 32, 33, 64, 65)
 """Kernels of products choose their tiles by rows; from there on, powers of two are near enough."""
-_FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
 _KEPT = (1, 2, 3, 4, 8, 17, 33, 64)
 """Rows of which logits are asked."""
 
@@ -172,7 +172,7 @@ def _is_called(forward: ForwardPass, cache: PagedCache, step: _Step) -> bool:
     ids, keep = torch.zeros(step.rows, dtype=torch.int64), torch.arange(step.rows - step.kept, step.rows)
     try:
         forward.run(forward.inputs_of(ids, positions, context, keep))
-    except _FAILURES as error:
+    except MODULE_FAILURES as error:
         logger.debug("a warm-up step failed", exc_info=True)
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         logger.warning("kernels may be compiled while serving: %s was not warmed up (%s)", step, reason)

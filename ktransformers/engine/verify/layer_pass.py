@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ktransformers.models.layers import find_layers
 from ktransformers.operators.recorder import RecordedCall, fp32_copy
 
 if TYPE_CHECKING:
@@ -81,10 +82,7 @@ class LayerPass:
 
 def model_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The decoder layers of a causal LM, wherever its family keeps them. Raises LookupError."""
-    count = int(model.config.num_hidden_layers)
-    for module in model.modules():
-        if not isinstance(module, nn.ModuleList) or len(module) != count:
-            continue
-        if all(any(hasattr(part, "layer_idx") for part in layer.modules()) for layer in module):
-            return list(module)
-    raise LookupError("its layers are in no list")
+    found = find_layers(model)
+    if found is None:
+        raise LookupError("its layers are in no list")
+    return list(found[1])

@@ -30,7 +30,7 @@ from ktransformers.engine.verify.checked_model import CheckedModel
 from ktransformers.engine.verify.layer_kinds import made_of
 from ktransformers.engine.verify.layer_pass import LayerPass, Trace, model_layers
 from ktransformers.engine.verify.reference_module import StoredWeights, build_reference_model, routed_experts
-from ktransformers.errors import KTransformersError, UnsupportedError
+from ktransformers.errors import MODULE_FAILURES, KTransformersError, UnsupportedError, named_reason
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.registry import is_tested
 from ktransformers.operators.attention.rope import settle_rotations
@@ -62,7 +62,7 @@ computed."""
 _LEAST_ROWS_OF_A_PART = 64
 _MOST_LAYERS = 8
 
-_FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ImportError)
+_FAILURES = (*MODULE_FAILURES, ImportError, KTransformersError)
 
 
 class _ReferenceFails(Exception):
@@ -153,12 +153,12 @@ def _num_weights(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _feed_forward_parts(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _feed_forward_parts(layer: nn.Module) -> Iterator[nn.Module]:
     """What is neither attention nor routed: it computes row by row."""
-    for name, child in layer.named_children():
+    for child in layer.children():
         has_state = any(hasattr(part, "layer_idx") for part in child.modules())
         if not has_state and any(isinstance(part, nn.Linear) for part in child.modules()):
-            yield name, child
+            yield child
 
 
 class _Check:
@@ -175,10 +175,9 @@ class _Check:
             settle_rotations(self.reference, max_len)
             self.layers = model_layers(self.reference)
             self.weights = StoredWeights(self.reference, TiedSource(opened.source, plan.tied), plan, ours.pool)
-            self.last_rows = self._limit_experts()
-            self.last_rows |= self._limit_feed_forward()
-        except (*_FAILURES, KTransformersError) as error:
-            raise _failed(error) from error
+            self.last_rows = self._limit_wide_parts()
+        except _FAILURES as error:
+            raise _ReferenceFails(named_reason(error)) from error
         self.selected = _selected(self.layers, self._work_of)
         if self.last_rows:
             logger.info("self check: comparing %s, which takes a while (--no_self_check)", config.model_type)
@@ -200,9 +199,9 @@ class _Check:
             how = "" if len(cuts) == 1 else ", in two chunks"
             try:
                 got = self._computed(cuts, exact)
-            except (*_FAILURES, KTransformersError) as error:
+            except _FAILURES as error:
                 logger.debug("self check: a step fails", exc_info=True)
-                return f"a step of {num_rows} tokens{how} fails with {type(error).__name__}: {_first_line(error)}"
+                return f"a step of {num_rows} tokens{how} fails with {named_reason(error)}"
             found = self._compare(got, exact, rounded, how)
             if found is not None:
                 return found
@@ -228,8 +227,8 @@ class _Check:
         try:
             with self.weights, intercepted(enumerate(self.layers), layers.run):
                 output = self.reference(input_ids=self.ids[None], use_cache=False, logits_to_keep=keep)
-        except (*_FAILURES, KTransformersError) as error:
-            raise _failed(error) from error
+        except _FAILURES as error:
+            raise _ReferenceFails(named_reason(error)) from error
         layers.trace.logits = output.logits[0].float().clone()
         if not all(bool(out.isfinite().all()) for out in layers.trace.outputs.values()):
             raise _ReferenceFails("its hidden states are not finite")
@@ -249,38 +248,32 @@ class _Check:
         assert joined is not None
         return joined
 
-    def _limit_experts(self) -> dict[str, int]:
-        """Let experts that are many and large see the last rows alone; how many, by the name of the module."""
-        limited = {}
-        for key, (module, layout) in routed_experts(self.reference).items():
+    def _limit_wide_parts(self) -> dict[str, int]:
+        """Let experts that are many and large, and feed-forward parts that are wide, see the last rows alone; how many,
+        by the name of the module.
+        """
+        limited, experts = dict[str, int](), routed_experts(self.reference)
+        for key, (_, layout) in experts.items():
             expert = 4 * (3 if layout.has_gate else 2) * layout.hidden_size * layout.intermediate_size
             if expert * layout.num_experts > _EXPERT_BYTES:
                 limited[key] = max(_EXPERT_BYTES // expert // 8, 1)
-                _see_last_rows(module, limited[key])
-        return limited
-
-    def _limit_feed_forward(self) -> dict[str, int]:
-        """The same for feed-forward parts that are wide."""
-        limited, names = {}, {id(module): name for name, module in self.reference.named_modules()}
-        routed = {id(module) for module, _ in routed_experts(self.reference).values()}
-        for layer in self.layers:
-            for _, part in _feed_forward_parts(layer):
-                rows = max(_MOST_WORK_OF_A_PART // max(_num_weights(part), 1), _LEAST_ROWS_OF_A_PART)
-                if rows < len(self.ids) and not any(id(inner) in routed for inner in part.modules()):
-                    limited[names[id(part)]] = rows
-                    _see_last_rows(part, rows)
+        names = {id(module): name for name, module in self.reference.named_modules()}
+        routed = {id(module) for module, _ in experts.values()}
+        for part in (part for layer in self.layers for part in _feed_forward_parts(layer)):
+            rows = max(_MOST_WORK_OF_A_PART // max(_num_weights(part), 1), _LEAST_ROWS_OF_A_PART)
+            if rows < len(self.ids) and not any(id(inner) in routed for inner in part.modules()):
+                limited[names[id(part)]] = rows
+        for key, rows in limited.items():
+            _see_last_rows(self.reference.get_submodule(key), rows)
         return limited
 
     def _work_of(self, index: int) -> int:
         """Products of a layer in a pass; experts, of which a row sees few, excepted."""
-        work, inside = _num_weights(self.layers[index]) * len(self.ids), f".{index}."
-        routed = {
-            key: _num_weights(module) for key, (module, _) in routed_experts(self.reference).items() if inside in key
-        }
-        for key, rows in self.last_rows.items():
-            if inside in key and key not in routed:
-                work -= _num_weights(self.reference.get_submodule(key)) * (len(self.ids) - rows)
-        return work - sum(routed.values()) * len(self.ids)
+        num_rows = len(self.ids)
+        seen = self.last_rows | dict.fromkeys(routed_experts(self.reference), 0)  # rows, by the name of the module
+        inside = [(self.reference.get_submodule(key), rows) for key, rows in seen.items() if f".{index}." in key]
+        left_out = sum(_num_weights(module) * (num_rows - rows) for module, rows in inside)
+        return _num_weights(self.layers[index]) * num_rows - left_out
 
     def _compare(self, got: Trace, exact: Trace, rounded: Trace | None, how: str) -> str | None:
         """What differs, in words."""
@@ -389,11 +382,3 @@ def _see_last_rows(module: nn.Module, count: int) -> None:
         return out.view(hidden_states.shape)
 
     module.forward = forward
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "no message")
-
-
-def _failed(error: BaseException) -> _ReferenceFails:
-    return _ReferenceFails(f"{type(error).__name__}: {_first_line(error)}")
