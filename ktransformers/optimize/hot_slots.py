@@ -24,8 +24,8 @@ import numpy.typing as npt
 
 from ktransformers.config import hot_slots
 from ktransformers.models.facts import ModelFacts
-from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.optimize.plan import Plan, format_bytes
+from ktransformers.optimize.streaming import StreamedLayer, streamed_layers
 from ktransformers.weights.source import WeightSource
 
 __all__ = [
@@ -145,7 +145,7 @@ def whole_layers_beside_slots(
     missing = plan.total_bytes.get("cpu", 0) - plan.capacity.get("cpu", 0)
     on_cpu = {entry.key: entry.nbytes.get("cpu", 0) for entry in plan.entries}
     found: dict[str, int] = {}
-    for device, layers in _candidates(plan, source).items():
+    for device, layers in streamed_layers(plan, source).items():
         fitting = list(whole.values()).count(device)
         read = (facts.top_k() or 1) * max(one.nbytes for one in layers)
         count = whole_layers(fitting, len(layers), read, learned)
@@ -170,7 +170,7 @@ def plan_hot_slots(
     up, with one line, where there are fewer than a token's experts.
     """
     made = list[HotSlots]()
-    for device, candidates in _candidates(plan, source).items():
+    for device, candidates in streamed_layers(plan, source).items():
         found = [one for one in candidates if one.key not in moved]
         wanted = {one.key: one.operator.hot_experts or asked for one in found}
         kept = [one for one in found if wanted[one.key] != "off"]
@@ -202,7 +202,7 @@ def plan_hot_slots(
     return tuple(made)
 
 
-def _divided(nbytes: int, layers: Sequence[_Candidate], num_experts: int) -> dict[str, int]:
+def _divided(nbytes: int, layers: Sequence[StreamedLayer], num_experts: int) -> dict[str, int]:
     """As many slots for each layer as fit, and one more for the first ones from what is left."""
     each = min(max(nbytes, 0) // max(sum(one.nbytes for one in layers), 1), num_experts)
     left = nbytes - each * sum(one.nbytes for one in layers)
@@ -211,35 +211,6 @@ def _divided(nbytes: int, layers: Sequence[_Candidate], num_experts: int) -> dic
         is_one_more = each < num_experts and one.nbytes <= left
         found[one.key] = each + is_one_more
         left -= one.nbytes * is_one_more
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A layer whose experts can have slots, with the bytes of one expert and of all biases."""
-
-    key: str
-    operator: KTransformersExperts
-    nbytes: int
-    bias_nbytes: int
-
-
-def _candidates(plan: Plan, source: WeightSource) -> Mapping[str, list[_Candidate]]:
-    """By device."""
-    found: dict[str, list[_Candidate]] = {}
-    for entry in plan.entries:
-        operator, place = plan.operators.get(entry.key), entry.placement
-        if (
-            not isinstance(operator, KTransformersExperts)
-            or place.layer_device is None
-            or not plan.devices[place.layer_device].is_gpu
-        ):
-            continue
-        if place.generate_device != "cpu" or place.prefill_device != place.layer_device:
-            continue
-        nbytes = operator.streamed_nbytes(source)
-        if nbytes is not None:
-            found.setdefault(place.layer_device, []).append(_Candidate(entry.key, operator, *nbytes))
     return found
 
 

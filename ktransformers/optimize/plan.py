@@ -277,6 +277,19 @@ class _Planner:
             operator = rule.operator(module, key, self.config, placement, **rule.kwargs)
         except (ConfigError, TypeError) as error:
             raise rule.error(f"{rule.operator.__name__} at {key}: {error}") from error
+        self._place(operator, module, key, rule, placement)
+        return operator.owned_children()
+
+    def _place(
+        self,
+        operator: Operator,
+        module: nn.Module,
+        key: str,
+        rule: Rule | None,
+        placement: Placement,
+        note: str = "",
+    ) -> None:
+        """Note what stands in for `module`."""
         self.operators[key] = operator
         entry = PlanEntry(
             key=key,
@@ -285,11 +298,11 @@ class _Planner:
             placement=placement,
             generate_op=operator.op(Phase.GENERATE),
             prefill_op=operator.op(Phase.PREFILL),
-            rule=rule.number,
+            rule=None if rule is None else rule.number,
             rule_place=_included_place(rule),
+            note=note,
         )
         self.entries.append(self._with_needs(entry, lambda: operator.requirements(self.source)))
-        return operator.owned_children()
 
     def _keep(self, module: nn.Module, key: str, rule: Rule | None) -> None:
         """Plan `module` as it is: its own parameters and persistent buffers dense, a plain linear layer in the file's
@@ -325,20 +338,8 @@ class _Planner:
 
     def _keep_bits(self, module: nn.Module, key: str, rule: Rule | None, placement: Placement) -> None:
         operator = KTransformersLinear(module, key, self.config, placement)
-        self.operators[key] = operator
         self._note_fallback(rule, key, placement)
-        entry = PlanEntry(
-            key=key,
-            hf_class=type(module).__name__,
-            operator=type(operator).__name__,
-            placement=placement,
-            generate_op=operator.op(Phase.GENERATE),
-            prefill_op=operator.op(Phase.PREFILL),
-            rule=None if rule is None else rule.number,
-            rule_place=_included_place(rule),
-            note="left alone, in the file's type",
-        )
-        self.entries.append(self._with_needs(entry, lambda: operator.requirements(self.source)))
+        self._place(operator, module, key, rule, placement, "left alone, in the file's type")
 
     def _kept_experts(self, module: nn.Module, key: str, rule: Rule | None) -> RuleError:
         """Why the routed experts `key` stay, though they cannot; the rule that decided is named."""

@@ -89,8 +89,8 @@ def chunk_size_for(asked: int, plan: Plan, facts: ModelFacts) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A layer whose experts can be streamed, with the bytes of one expert and of all biases."""
+class StreamedLayer:
+    """A layer whose experts, on the CPU, can be copied to its GPU: bytes of one expert and of all biases."""
 
     key: str
     operator: KTransformersExperts
@@ -98,21 +98,17 @@ class _Candidate:
     bias_nbytes: int
 
 
-def _candidates(plan: Plan, source: WeightSource) -> Mapping[str, list[_Candidate]]:
-    """By device."""
-    found: dict[str, list[_Candidate]] = {}
+def streamed_layers(plan: Plan, source: WeightSource) -> Mapping[str, list[StreamedLayer]]:
+    """Return, by device, the layers whose experts can be copied there for a step, or have slots there."""
+    found: dict[str, list[StreamedLayer]] = {}
     for entry in plan.entries:
-        operator, layer_device = plan.operators.get(entry.key), entry.placement.layer_device
-        if (
-            not isinstance(operator, KTransformersExperts)
-            or layer_device is None
-            or not plan.devices[layer_device].is_gpu
-        ):
+        operator, place = plan.operators.get(entry.key), entry.placement
+        device = place.layer_device
+        if not isinstance(operator, KTransformersExperts) or device is None or not plan.devices[device].is_gpu:
             continue
-        place = entry.placement
         nbytes = operator.streamed_nbytes(source)
-        if place.generate_device == "cpu" and place.prefill_device == layer_device and nbytes:
-            found.setdefault(layer_device, []).append(_Candidate(entry.key, operator, *nbytes))
+        if place.generate_device == "cpu" and place.prefill_device == device and nbytes is not None:
+            found.setdefault(device, []).append(StreamedLayer(entry.key, operator, *nbytes))
     return found
 
 
@@ -125,7 +121,7 @@ def plan_streaming(
     """
     level = logging.INFO if is_said else logging.DEBUG
     top_k, made = facts.top_k(), list[Streaming]()
-    for device, found in _candidates(plan, source).items() if top_k else ():
+    for device, found in streamed_layers(plan, source).items() if top_k else ():
         layouts = [one.operator.layout for one in found]
         shape = PrefillShape(
             layouts[0].num_experts, top_k, layouts[0].hidden_size, layouts[0].intermediate_size, chunk_size

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from typing_extensions import override
 
-from ktransformers.kernels.cpu.base import WorkerPool, check_tensor, check_weight
+from ktransformers.kernels.cpu.base import check_tensor, check_weight
 from ktransformers.kernels.cpu.kv import check_scales, kv_type
 from ktransformers.kernels.cpu.layer import (
-    AttentionStep,
-    CheckedCache,
+    CachedAttention,
     LayerKv,
     NativeMemory,
     Norm,
@@ -22,7 +21,6 @@ from ktransformers.kernels.cpu.layer import (
 )
 from ktransformers.kernels.extension import extension
 from ktransformers.kernels.types import RawTensor
-from ktransformers.kernels.untraced import untraced
 
 __all__ = ["LatentLayer", "LatentParts"]
 
@@ -48,7 +46,7 @@ class LatentParts:
     query_norm: Norm | None = None
 
 
-class LatentLayer:
+class LatentLayer(CachedAttention):
     """Latent attention of a decoder layer: x += o(v_b attention(k_b q, latents)) with q and latents made of norm(x);
     the cache keeps [latent, rotated key].
 
@@ -85,7 +83,6 @@ class LatentLayer:
         self.hidden_size, self.rotary_dims = hidden, rope_dim // 2
         self._kept: Any = parts
         self._cached_dim = rank + rope_dim
-        self._cache: CheckedCache | None = None
         compression = [] if parts.q_a is None else [native_weight(parts.q_a.weight)]
         self.block = extension.LatentBlock(
             [
@@ -108,22 +105,9 @@ class LatentLayer:
             layer,
         )
 
-    @untraced
-    def forward(self, x: Tensor, cache: LayerKv, step: AttentionStep, pool: WorkerPool, buffers: Any) -> None:
-        """Add the attention of a step's rows to x in place. step: with angles of P / 2 columns. Raises IndexError or
-        ValueError for slots outside of the cache.
-        """
-        check_tensor("x", x, (step.rows, self.hidden_size))
-        if step.rotary_dims != self.rotary_dims:
-            raise ValueError(f"cos must have {self.rotary_dims} columns, got {step.rotary_dims}")
-        if self._cache is None or not self._cache.is_of(cache):
-            self._cache = CheckedCache(cache, self.native_cache(cache))
-        self.block.forward(pool.handle, buffers, x.data_ptr(), step.addresses, step.sizes, self._cache.native)
-
+    @override
     def native_cache(self, cache: LayerKv) -> NativeMemory:
-        """Return a layer's cache as the extension takes it. Raises TypeError or ValueError for tensors that do not fit:
-        keys are contiguous [slots, 1, R + P], values their first R columns.
-        """
+        """Keys are contiguous [slots, 1, R + P], values their first R columns."""
         keys, scales = cache.keys, cache.scales[0]
         check_tensor("keys", keys, (None, 1, self._cached_dim), keys.dtype)
         if cache.values.data_ptr() != keys.data_ptr():

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ktransformers.kernels.attention_call import KvScales
 from ktransformers.kernels.cpu.base import WorkerPool, check_tensor, check_weight, layout_of
@@ -27,6 +28,7 @@ from ktransformers.kernels.untraced import untraced
 __all__ = [
     "AttentionLayer",
     "AttentionStep",
+    "CachedAttention",
     "CheckedCache",
     "DeltaNetWeights",
     "GatedMlp",
@@ -179,7 +181,37 @@ def _tensors(cache: LayerKv) -> tuple[Tensor | None, ...]:
     return (cache.keys, cache.values, *cache.scales)
 
 
-class AttentionLayer:
+class CachedAttention:
+    """Attention of a decoder layer over its cache, in one native call.
+
+    block: the extension's, of what a subclass computes. hidden_size: of rows; rotary_dims: columns of angles.
+    """
+
+    hidden_size: int
+    rotary_dims: int
+    block: Any
+    _cache: CheckedCache | None = None
+
+    @untraced
+    def forward(self, x: Tensor, cache: LayerKv, step: AttentionStep, pool: WorkerPool, buffers: Any) -> None:
+        """Add the attention of a step's rows to x in place. Raises IndexError or ValueError for slots outside of the
+        cache.
+        """
+        check_tensor("x", x, (step.rows, self.hidden_size))
+        if step.rotary_dims != self.rotary_dims:
+            raise ValueError(f"cos must have {self.rotary_dims} columns, got {step.rotary_dims}")
+        if self._cache is None or not self._cache.is_of(cache):
+            self._cache = CheckedCache(cache, self.native_cache(cache))
+        self.block.forward(pool.handle, buffers, x.data_ptr(), step.addresses, step.sizes, self._cache.native)
+
+    def native_cache(self, cache: LayerKv) -> NativeMemory:
+        """Return a layer's cache as the extension takes it. Raises TypeError or ValueError for tensors that do
+        not fit.
+        """
+        raise NotImplementedError
+
+
+class AttentionLayer(CachedAttention):
     """Attention of a decoder layer: x += o(attention(rotate(norm(q)), rotate(norm(k)), v)) over the cache, with q, k, v
     projections of norm(x).
 
@@ -208,7 +240,6 @@ class AttentionLayer:
         if width % head_dim or kv_width % head_dim or width % kv_width or rotary_dims > head_dim or rotary_dims % 2:
             raise ValueError(f"heads of {head_dim} ({rotary_dims} rotated) do not fit widths {width} and {kv_width}")
         self._kept: Any = (norms, projections)
-        self._cache: CheckedCache | None = None
         self._kv_heads, self._head_dim, self.rotary_dims = kv_width // head_dim, head_dim, rotary_dims
         self.block = extension.AttentionBlock(
             [native_norm(norms[0], self.hidden_size), native_norm(norms[1], head_dim), native_norm(norms[2], head_dim)],
@@ -220,22 +251,8 @@ class AttentionLayer:
             layer,
         )
 
-    @untraced
-    def forward(self, x: Tensor, cache: LayerKv, step: AttentionStep, pool: WorkerPool, buffers: Any) -> None:
-        """Add the attention of a step's rows to x in place. Raises IndexError or ValueError for slots outside of the
-        cache.
-        """
-        check_tensor("x", x, (step.rows, self.hidden_size))
-        if step.rotary_dims != self.rotary_dims:
-            raise ValueError(f"cos must have {self.rotary_dims} columns, got {step.rotary_dims}")
-        if self._cache is None or not self._cache.is_of(cache):
-            self._cache = CheckedCache(cache, self.native_cache(cache))
-        self.block.forward(pool.handle, buffers, x.data_ptr(), step.addresses, step.sizes, self._cache.native)
-
+    @override
     def native_cache(self, cache: LayerKv) -> NativeMemory:
-        """Return a layer's cache as the extension takes it. Raises TypeError or ValueError for tensors that do
-        not fit.
-        """
         return cache.native(self._kv_heads, self._head_dim)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from typing_extensions import override
@@ -38,16 +37,17 @@ class ResolvedPlan:
     divided: tuple[str, ...] = ()
 
 
-class Ranks(Protocol):
-    """Hooks the builder calls, in order, at each synchronization point of a multi-process load."""
+class Ranks:
+    """Hooks the builder calls, in order, at each synchronization point of a multi-process load. Where nothing is said,
+    there are no other processes to wait for, or to send anything.
+    """
 
     def shard(self, opened: OpenedModel, hardware: Hardware) -> tuple[OpenedModel, Hardware]:
         """Return this process's shard of the model and the hardware it runs on."""
-        ...
+        return opened, hardware
 
     def begin(self, resolved: ResolvedPlan) -> None:
         """Take the plan, once it is made; nothing is loaded yet."""
-        ...
 
     def rendezvous(self, sizes: Sizes, is_captured: bool, device: torch.device) -> tuple[Sizes, bool]:
         """Synchronize once the model is loaded; return the sizes of padded steps and whether they are captured, as the
@@ -55,76 +55,36 @@ class Ranks(Protocol):
 
         From then on results are added up. Raises KTransformersError when one of the others has failed.
         """
-        ...
+        return sizes, is_captured
 
     def captured(self, sizes: Sizes) -> None:
         """Synchronize once graphs of these sizes are captured. Raises EngineError when others have other ones."""
-        ...
 
     @property
     def begins_ahead(self) -> bool:
         """Whether other processes may begin steps while this one runs others."""
-        ...
+        return False
 
     def step_broadcast(self) -> StepBroadcast | None:
         """Return what sends each step to the other processes before it runs, if any of them needs it."""
-        ...
+        return None
 
     @property
     def step_blocks(self) -> StepBlocks | None:
         """The memory in which steps come to the other processes, or from the driver; None where all come as messages.
         It is there once all have met."""
-        ...
+        return None
 
     def recover(self) -> None:
         """Replace a process that has ended, and synchronize all of them again. Raises EngineError."""
-        ...
+        raise AssertionError("the driver of several processes does that")
 
     def close(self) -> None:
         """End the processes that were started."""
-        ...
 
 
 class Alone(Ranks):
     """The Ranks of a model that one process has whole."""
-
-    @override
-    def shard(self, opened: OpenedModel, hardware: Hardware) -> tuple[OpenedModel, Hardware]:
-        return opened, hardware
-
-    @override
-    def begin(self, resolved: ResolvedPlan) -> None:
-        pass
-
-    @override
-    def rendezvous(self, sizes: Sizes, is_captured: bool, device: torch.device) -> tuple[Sizes, bool]:
-        return sizes, is_captured
-
-    @override
-    def captured(self, sizes: Sizes) -> None:
-        pass
-
-    @override
-    @property
-    def begins_ahead(self) -> bool:
-        return False
-
-    @override
-    def step_broadcast(self) -> StepBroadcast | None:
-        return None
-
-    @override
-    @property
-    def step_blocks(self) -> StepBlocks | None:
-        return None
-
-    @override
-    def recover(self) -> None:
-        raise AssertionError("nobody was lost")
-
-    @override
-    def close(self) -> None:
-        pass
 
 
 def numbers_of(sizes: Sizes) -> list[tuple[int, int, int]]:
@@ -188,15 +148,6 @@ class Worker(Ranks):
 
     @override
     @property
-    def begins_ahead(self) -> bool:
-        return False
-
-    @override
-    def step_broadcast(self) -> StepBroadcast | None:
-        return None
-
-    @override
-    @property
     def step_blocks(self) -> StepBlocks | None:
         return self._blocks
 
@@ -205,10 +156,6 @@ class Worker(Ranks):
         assert self._device is not None
         self._strategy.leave()
         self._strategy.rendezvous(place, self._device)
-
-    @override
-    def recover(self) -> None:
-        raise AssertionError("the driver does that")
 
     @override
     def close(self) -> None:
