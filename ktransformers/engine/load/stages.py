@@ -41,7 +41,6 @@ from ktransformers.engine.step.hidden import LastHiddenHook
 from ktransformers.engine.step.hot import HotService, open_hot
 from ktransformers.engine.step.layout import (
     StepLayout,
-    hand_contexts,
     install_moves,
     rotations_of,
     settle_buffers,
@@ -51,8 +50,9 @@ from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.rope import settle_rotations
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.experts.routed import KTransformersExperts
-from ktransformers.operators.layers.traced import hand_contexts_on
+from ktransformers.operators.layers.traced import hand_contexts_on, hand_on
 from ktransformers.operators.linear.linear import KTransformersLinear
+from ktransformers.operators.recurrent.base import RecurrentOperator
 from ktransformers.optimize.apply import apply_plan, bind_plan, load_plan
 from ktransformers.optimize.plan import Plan
 from ktransformers.system.cores import describe_quota
@@ -326,7 +326,9 @@ def optimize_and_load_gguf(opened: OpenedModel, plan: Plan, max_len: int, progre
     hand_contexts_to_recurrent(opened.model, plan)
     install_moves(modules, plan)
     hand_contexts_on(opened.model)
-    hand_contexts(modules, plan)
+    for key, operator in plan.operators.items():
+        if isinstance(operator, RecurrentOperator):
+            hand_on(modules[key.rpartition(".")[0]], [operator])
     if isinstance(embedding, MtpInput):
         embedding.take_parts()
     return StepLayout.of(plan, modules, embedding)

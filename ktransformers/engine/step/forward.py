@@ -115,7 +115,7 @@ class ForwardPass:
         return self._logits(positions=inputs.positions, keep=inputs.keep, context=inputs.context, **tokens)
 
     def _logits(self, *, positions: Tensor, keep: Tensor, context: ForwardContext, **tokens: Tensor) -> Tensor:
-        with self._math, self.last_hidden or nullcontext():
+        with self._math, nullcontext() if self.last_hidden is None else self.last_hidden.open():
             output = self.model(
                 **tokens, position_ids=positions, use_cache=False, logits_to_keep=keep, forward_context=context
             )

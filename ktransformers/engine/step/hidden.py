@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from ktransformers.core import EmbeddingForm, Pooling
 from ktransformers.engine.damage.errors import NotFiniteError
@@ -38,6 +37,17 @@ _GGUF_POOLINGS = {
 }
 
 
+def _hidden_states(base: torch.nn.Module, take: Callable[[torch.Tensor], None]) -> AbstractContextManager[None]:
+    """Call `take` with the hidden states, [T, H], of every step that a decoder runs meanwhile."""
+
+    def run(key: None, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        take(output.last_hidden_state[0])
+        return output
+
+    return intercepted([(None, base)], run)
+
+
 class HiddenStatesHook:
     """Shows the hidden states of a causal LM of `transformers`, whose operators may be ours. While it is open, steps
     must not be replayed."""
@@ -56,23 +66,16 @@ class HiddenStatesHook:
         if base is None or base is self._model:
             raise UnsupportedError("this model shows no hidden states: it makes no embeddings")
         seen: list[torch.Tensor] = []
-
-        def run(key: None, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-            output = forward(*args, **kwargs)
-            seen.append(fp32_copy(output.last_hidden_state[0]))
-            return output
-
         self.is_open = True
         try:
-            with intercepted([(None, base)], run):
+            with _hidden_states(base, lambda rows: seen.append(fp32_copy(rows))):
                 yield seen
         finally:
             self.is_open = False
 
 
 class LastHiddenHook:
-    """Keeps the hidden states behind the last norm of each step, on the device that computes them, for a drafter. As a
-    context it hooks the model's own forward: only for as long as that runs, since a hook keeps steps from being fused.
+    """Keeps the hidden states behind the last norm of each step, on the device that computes them, for a drafter.
 
     Steps that are replayed run no Python: what is captured copies their rows to memory of their own. replayed_rows:
     most rows of such steps, set before anything is captured; 0: there are none.
@@ -82,16 +85,12 @@ class LastHiddenHook:
         self.replayed_rows = 0
         self._replayed: torch.Tensor | None = None  # [replayed_rows, H]
         self._latest: torch.Tensor | None = None  # of a step that was not replayed
-        self._base, self._hooks = model.base_model, list[RemovableHandle]()
+        self._base = model.base_model
 
-    def __enter__(self) -> None:
-        self._hooks.append(self._base.register_forward_hook(self._on_output))
-
-    def __exit__(self, *error: object) -> None:
-        self._hooks.pop().remove()
-
-    def _on_output(self, module: object, args: object, output: Any) -> None:
-        self.keep(output.last_hidden_state[0])
+    def open(self) -> AbstractContextManager[None]:
+        """Keep what the model's own forward computes meanwhile: only for as long as that runs, since a model that is
+        watched keeps steps from being fused."""
+        return _hidden_states(self._base, self.keep)
 
     def begin(self) -> None:
         """Forget the step before."""

@@ -21,10 +21,9 @@ from ktransformers.operators.base import Operator
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import Device, StepFollower, distinct
 from ktransformers.operators.recognize.embedding import recognize_input_scale
-from ktransformers.operators.recurrent.base import RecurrentOperator
 from ktransformers.optimize.plan import Plan
 
-__all__ = ["StepLayout", "hand_contexts", "install_moves", "move_into", "rotations_of", "settle_buffers"]
+__all__ = ["StepLayout", "install_moves", "move_into", "rotations_of", "settle_buffers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,16 +208,6 @@ def move_into(layer: nn.Module, layer_device: Device) -> None:
     layer.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def hand_contexts(modules: Mapping[str, nn.Module], plan: Plan) -> None:
-    """Let recurrent operators get the step's context: not all layers of `transformers` hand keywords down to them.
-
-    modules: the model's modules by name, as they were before the plan was applied.
-    """
-    for key, operator in plan.operators.items():
-        if isinstance(operator, RecurrentOperator):
-            _hand_context(modules[key.rpartition(".")[0]], operator)
-
-
 def rotations_of(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
     """Return what rotates positions, by the key of each operator that asks for the angles of others than the step's.
 
@@ -227,17 +216,6 @@ def rotations_of(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
     keys = [key for key, operator in plan.operators.items() if isinstance(operator, KPooledIndexer)]
     rotary = next((module for name, module in model.named_modules() if name.endswith(".rotary_emb")), None)
     return {} if rotary is None else dict.fromkeys(keys, rotary)
-
-
-def _hand_context(layer: nn.Module, operator: RecurrentOperator) -> None:
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        operator.set_context(kwargs.get("forward_context"))
-
-    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        operator.set_context(None)
-
-    layer.register_forward_pre_hook(before, with_kwargs=True)
-    layer.register_forward_hook(after, always_call=True)
 
 
 _SHARED = frozenset({"position_ids", "position_embeddings", "cache_position"})

@@ -42,6 +42,7 @@ __all__ = [
     "failing_module",
     "hand_contexts_down",
     "hand_contexts_on",
+    "hand_on",
     "keep_attention_type",
     "layer_list",
     "probe_context",
@@ -156,17 +157,19 @@ def hand_contexts_on(model: nn.Module) -> int:
     """
     layers = [layer for layer in decoder_layers(model) if keeps_keywords(layer)]
     for layer in layers:
-        _hand_on(layer, [layer.get_submodule("self_attn")])
+        hand_on(layer, [layer.get_submodule("self_attn")])
     return len(layers)
 
 
 def hand_contexts_down(model: nn.Module) -> None:
     """Pass layers the step's context in models that do not pass their keywords on."""
-    _hand_on(model, decoder_layers(model))
+    hand_on(model, decoder_layers(model))
 
 
-def _hand_on(module: nn.Module, inner: Iterable[nn.Module]) -> None:
-    """Pass the context that `module` is given to modules that run inside of it."""
+def hand_on(module: nn.Module, inner: Iterable[nn.Module]) -> None:
+    """Pass the context that `module` is given to modules that run inside of it and are not handed its keywords: not all
+    layers of `transformers` hand them down.
+    """
     given: list[ForwardContext] = []
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

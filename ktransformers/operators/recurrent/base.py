@@ -49,7 +49,6 @@ class RecurrentOperator(WrapperOperator):
         self.layer_idx: int = int(module.layer_idx)  # type: ignore[arg-type]
         self.layer = layer_number(module)
         self.scans = Scans(self.device, config.pool)
-        self._step_context: ForwardContext | None = None
 
     @classmethod
     @override
@@ -111,15 +110,9 @@ class RecurrentOperator(WrapperOperator):
 
     # A step.
 
-    def set_context(self, context: object) -> None:
-        """Set the context of the step that comes, None after it: layers of some families and versions do not pass
-        keywords on.
-        """
-        self._step_context = context if isinstance(context, ForwardContext) else None
-
     @override
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        context = kwargs.get("forward_context") or self._step_context
+        context: ForwardContext | None = kwargs.get("forward_context")
         if context is None or context.cache.states is None:
             raise UnsupportedError(
                 f"{self.key} is given no states: it runs outside of the engine, or its model does not hand keyword "

@@ -28,7 +28,7 @@ from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.types import RawTensor
 from ktransformers.operators.base import OperatorConfig, Placement, Requirements, expect_shape
-from ktransformers.operators.context import StateStep
+from ktransformers.operators.context import ForwardContext, StateStep
 from ktransformers.operators.recurrent.base import RecurrentOperator
 from ktransformers.operators.wrapper import DenseState
 from ktransformers.weights.source import WeightSource
@@ -140,7 +140,7 @@ class KPerLayerEmbedding(RecurrentOperator):
     @override
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the update of residual streams. args: token ids [1, T]; what comes behind is transformers' own."""
-        context = kwargs.get("forward_context") or self._step_context
+        context: ForwardContext | None = kwargs.get("forward_context")
         if context is None or context.cache.states is None or context.states is None:
             raise UnsupportedError(f"{self.key} is given no states: it runs outside of the engine")
         ids: Tensor = args[0]
