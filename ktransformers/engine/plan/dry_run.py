@@ -27,12 +27,14 @@ class DryRun:
     """The results of planning a model without loading it.
 
     fit_suggestions: None when the model fits. num_threads: of the worker pool that would run it.
+    long_rows: see Planned.
     """
 
     plan: Plan
     summary: Summary
     fit_suggestions: FitSuggestions | None
     num_threads: int
+    long_rows: int = 0
 
 
 def dry_run(opened: OpenedModel, hardware: Hardware | None = None, name: str | None = None) -> DryRun:
@@ -75,7 +77,8 @@ def _dry_run(opened: OpenedModel, hardware: Hardware, name: str | None) -> DryRu
             return _plan(replace(opened, config=config), hardware)[0]
 
         suggestions = find_fit_suggestions(planned, opened.config, hardware, plan_again)
-    return DryRun(planned.plan, summary, suggestions, opened.config.cpu_infer or settled.num_threads)
+    num_threads = opened.config.cpu_infer or settled.num_threads
+    return DryRun(planned.plan, summary, suggestions, num_threads, planned.long_rows)
 
 
 def _plan(opened: OpenedModel, hardware: Hardware) -> tuple[Planned, Hardware]:

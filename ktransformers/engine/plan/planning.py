@@ -49,7 +49,15 @@ from ktransformers.optimize.machine import Machine, detect_machine
 from ktransformers.optimize.plan import Choices, Plan, format_bytes, make_plan
 from ktransformers.optimize.rules import Rules, load_rules
 from ktransformers.optimize.spread import spread_layers
-from ktransformers.optimize.streaming import Streaming, chunk_size_for, plan_streaming, step_nbytes, with_streaming
+from ktransformers.optimize.streaming import (
+    Streaming,
+    chunk_size_for,
+    plan_streaming,
+    step_nbytes,
+    with_long_steps,
+    with_streaming,
+    without_long_steps,
+)
 from ktransformers.system.cores import usable_cores
 
 __all__ = ["Hardware", "Planned", "Planner"]
@@ -160,6 +168,11 @@ class Planned:
             logger.info("%s", hot)
         if self.draft is not None and any(device.is_gpu for device in self.layer_devices):
             logger.info("%s", self.draft)
+
+    @property
+    def long_rows(self) -> int:
+        """Most tokens of a step that memory is lent to; 0: there is none."""
+        return max((each.shape.long_rows for each in self.streamings), default=0)
 
     @property
     def layer_devices(self) -> list[Device]:
@@ -305,7 +318,8 @@ class Planner:
         draft = self._planned_draft(Planned(plan, chunk_size, (), shapes, num_slots, num_states, Filling()), hardware)
         if draft is not None:  # before anything fills what is left
             plan = replace(plan, extra_bytes={**extra, "draft model": draft.nbytes})
-        plan, streamings = with_streaming(plan, self._streamings(plan, chunk_size))
+        plan, long_rows = self._with_long_steps(plan, chunk_size)
+        plan, streamings = with_streaming(plan, self._streamings(plan, chunk_size, long_rows))
         filling, hots = Filling(), tuple[HotSlots, ...]()
         if gpus:
             filling, hots = self._fill(plan)
@@ -313,12 +327,25 @@ class Planner:
             again = self._weights(hardware, Choices(filling.moved, transfer))[0]
             plan, streamings = with_streaming(replace(again, extra_bytes=plan.extra_bytes), streamings)
         plan, hots = with_hot_slots(plan, hots)
+        if not hots:
+            plan, streamings = without_long_steps(plan, streamings)
         return Planned(plan, chunk_size, streamings, shapes, num_slots, num_states, filling, transfer, hots, draft)
 
-    def _streamings(self, plan: Plan, chunk_size: int, *, is_said: bool = True) -> tuple[Streaming, ...]:
+    def _with_long_steps(self, plan: Plan, chunk_size: int) -> tuple[Plan, int]:
+        """`plan` with room for steps on memory that slots lend, where steps are those of one process and one model."""
+        opened, config = self.opened, self.opened.config
+        is_alone = opened.partial_sums is None and config.pipeline == 1 and not self.is_draft
+        if not is_alone or opened.draft is not None or config.drafter == "mtp" or config.hot_experts == "off":
+            return plan, 0
+        return with_long_steps(plan, opened.source, opened.facts, chunk_size)
+
+    def _streamings(
+        self, plan: Plan, chunk_size: int, long_rows: int = 0, *, is_said: bool = True
+    ) -> tuple[Streaming, ...]:
         if self.is_draft:
             return ()
-        return plan_streaming(plan, self.opened.source, self.opened.facts, chunk_size, is_said=is_said)
+        source, facts = self.opened.source, self.opened.facts
+        return plan_streaming(plan, source, facts, chunk_size, long_rows=long_rows, is_said=is_said)
 
     def _divided(self, hardware: Hardware) -> dict[str, str]:
         """Return the GPU of the routed experts of which a worker has a part, as the driver's plan says."""
