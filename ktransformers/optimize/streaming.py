@@ -96,11 +96,14 @@ def chunk_size_for(asked: int, plan: Plan, facts: ModelFacts) -> int:
     return next(fitting, DEFAULT_CHUNK_SIZE)
 
 
-def with_long_steps(plan: Plan, source: WeightSource, facts: ModelFacts, chunk_size: int) -> tuple[Plan, int]:
+def with_long_steps(
+    plan: Plan, source: WeightSource, facts: ModelFacts, chunk_size: int, *, may_move: bool
+) -> tuple[Plan, int]:
     """Return `plan` with memory for steps that are longer than chunk_size, and the most rows of one; 0 where all layers
-    are not on one GPU, experts fit there, or there is too little room.
+    are not on one GPU, all experts fit there and may go there, or there is too little room.
 
-    Of such steps slots lend what experts take (operators/experts/lending.py); hidden states lie beside.
+    may_move: whether experts may. Of such steps slots lend what experts take (operators/experts/lending.py); hidden
+    states lie beside.
     """
     places = {layer_device.device for layer_device in plan.layer_devices}
     found = streamed_layers(plan, source)
@@ -108,7 +111,7 @@ def with_long_steps(plan: Plan, source: WeightSource, facts: ModelFacts, chunk_s
         return plan, 0
     ((device, layers),) = found.items()
     left = plan.capacity.get(device, 0) - plan.total_bytes.get(device, 0)
-    if left <= 0 or sum(one.nbytes * one.operator.num_experts for one in layers) <= left:
+    if may_move and sum(one.nbytes * one.operator.num_experts for one in layers) <= left:
         return plan, 0
     for count in _LONG_STEPS:
         nbytes = (count - 1) * chunk_size * _LONG_ROW * facts.hidden_size * 2

@@ -337,7 +337,8 @@ class Planner:
         is_alone = opened.partial_sums is None and config.pipeline == 1 and not self.is_draft
         if not is_alone or opened.draft is not None or config.drafter == "mtp" or config.hot_experts == "off":
             return plan, 0
-        return with_long_steps(plan, opened.source, opened.facts, chunk_size)
+        may_move = config.optimize_config_path is None
+        return with_long_steps(plan, opened.source, opened.facts, chunk_size, may_move=may_move)
 
     def _streamings(
         self, plan: Plan, chunk_size: int, long_rows: int = 0, *, is_said: bool = True

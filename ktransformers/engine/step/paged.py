@@ -282,6 +282,8 @@ class PagedExecutor:
             results = self._sample(rows, inputs.runs, rows_of(logits, kept.sampled, len(kept.rows)))
             results = self._embedded(rows, inputs.runs, results)
             self._previous = [_last_token(result) for result in results]
+            # Before the next step goes on, whose experts are counted in the same places.
+            experts, counts = self._experts_used() if self.counts_experts else ((0, 0, 0), b"")
             self._release(is_wanted=True)
         finally:
             self._release(is_wanted=False)  # of a step that failed: a GPU that waits for ever ends nothing
@@ -293,7 +295,6 @@ class PagedExecutor:
         if recorder is not None:
             drawn = [sum(1 for _ in result.tokens) for result in results]
             recorder.end_step(self._record(plan, kept, drawn, (began_ns, ended_ns, sampling_ns), recorder.epoch))
-        experts, counts = self._experts_used() if self.counts_experts else ((0, 0, 0), b"")
         return StepResult(
             step_id=plan.step_id,
             results=results,
