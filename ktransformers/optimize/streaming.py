@@ -41,7 +41,8 @@ LONG_PROMPTS = "long prompts"
 
 _LONG_STEPS = (4, 2)  # times chunk_size
 _LONG_ROW = 6  # hidden states that a layer holds of each row of a step: total, norm, experts' parts, the CPU's
-_SHARE_OF_LONG = 1 / 16  # of what weights, cache and activations leave
+_SHARE_OF_LONG = 1 / 32  # of what weights, cache and activations leave
+_SHARE_OF_SLACK = 0.5  # of what a step of chunk_size leaves of the least that is planned for activations
 _CHUNK_SIZES = (4096, 2048, 1024)
 _SHARE_OF_STEP = 0.25  # of a GPU's memory, for the activations of a step
 _SHARE_OF_STAGING = 0.5  # of what weights, cache and activations leave
@@ -113,8 +114,10 @@ def with_long_steps(
     left = plan.capacity.get(device, 0) - plan.total_bytes.get(device, 0)
     if may_move and sum(one.nbytes * one.operator.num_experts for one in layers) <= left:
         return plan, 0
+    planned = plan.devices[device].workspace_nbytes() - step_nbytes(facts, chunk_size)
+    slack = int(_SHARE_OF_SLACK * max(planned, 0))
     for count in _LONG_STEPS:
-        nbytes = (count - 1) * chunk_size * _LONG_ROW * facts.hidden_size * 2
+        nbytes = max((count - 1) * chunk_size * _LONG_ROW * facts.hidden_size * 2 - slack, 0)
         if nbytes <= _SHARE_OF_LONG * left:
             extra = {**plan.extra_bytes, LONG_PROMPTS: {device: nbytes}}
             return replace(plan, extra_bytes=extra), count * chunk_size

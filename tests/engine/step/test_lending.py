@@ -164,7 +164,7 @@ def replace_run(row: ScheduledSequence, first: int) -> ScheduledSequence:
 
 def test_the_plan_has_room_for_long_steps(config: EngineConfig) -> None:
     plan = plan_model(config, hardware=fake_hardware())
-    assert plan.extra_bytes[LONG_PROMPTS]["cuda:0"] > 0
+    assert plan.extra_bytes[LONG_PROMPTS] == {"cuda:0": 0}  # the least that there is for activations has it
     assert LONG_PROMPTS not in plan_model(replace(config, hot_experts="off"), hardware=fake_hardware()).extra_bytes
     moved = plan_model(replace(config, optimize_config_path=None), hardware=fake_hardware())
     assert LONG_PROMPTS not in moved.extra_bytes  # all experts are there
