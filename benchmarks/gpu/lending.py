@@ -33,7 +33,7 @@ def _measure(work: OfflineWork) -> Record:
         for lends in (False, True) * ROUNDS:
             runs.lends = lends
             prefill = runs.prefill(length)
-            row = {"tokens": length, "lends": lends, "prefill_tokens_per_s": prefill.tokens_per_s}
+            row: Record = {"tokens": length, "lends": lends, "prefill_tokens_per_s": prefill.tokens_per_s}
             for batch in work.batches:
                 decode = runs.decode(batch, work.case)
                 row |= {f"decode_{batch}_tokens_per_s": decode.tokens_per_s, f"hot_{batch}_percent": decode.hot_percent}

@@ -249,7 +249,7 @@ class HotExperts:
             self.slot_of[upload.layer, upload.expert] = upload.slot
 
     def lend(self, count: int) -> list[Move]:
-        """Empty the last `count` slots until `reclaim`; return the moves to be made before the next step.
+        """Clear the last `count` slots until `reclaim`; return the moves to be made before the next step.
 
         Raises RuntimeError while slots are lent or uploads are on their way, ValueError for a count that leaves none.
         """

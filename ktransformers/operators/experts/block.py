@@ -88,8 +88,7 @@ class KMoEBlock(WrapperOperator):
 
     def streams(self, rows: torch.Tensor) -> bool:
         """Whether the experts of a step of these rows [T, H] are copied to the block's device."""
-        experts: Any = self.inner
-        experts = experts.experts
+        experts = getattr(self.inner, "experts", None)
         return self._group is None and isinstance(experts, KTransformersExperts) and experts.streams(rows)
 
     def addends(self, rows: torch.Tensor, token_ids: torch.Tensor | None = None) -> Addends:

@@ -186,7 +186,7 @@ class HotPool:
             self.policy.land(landed.uploads)
 
     def lend(self, count: int) -> tuple[torch.Tensor, ...]:
-        """Empty the last `count` slots between two steps, and return their memory, uint8 of each projection: for what
+        """Clear the last `count` slots between two steps, and return their memory, uint8 of each projection: for what
         is launched on the compute stream from now on, until `take_back`. Waits for uploads that are under way.
         """
         self.drain()

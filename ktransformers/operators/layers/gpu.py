@@ -45,12 +45,12 @@ class _Call:
     """What mixers are handed beside some rows of a step."""
 
     rows: slice
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
 
     @classmethod
-    def all_of(cls, num_rows: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Call]:
-        """One for each block of the step's context; for a step without blocks one."""
+    def all_of(cls, num_rows: int, args: tuple[object, ...], kwargs: dict[str, object]) -> list[_Call]:
+        """Make one for each block of the step's context; for a step without blocks one."""
         context = kwargs.get("forward_context")
         blocks = context.blocks if isinstance(context, ForwardContext) else ()
         if not blocks:
@@ -64,7 +64,7 @@ class _Call:
         return made
 
 
-def _cut(value: Any, dim: int, rows: slice) -> Any:
+def _cut(value: object, dim: int, rows: slice) -> object:
     if isinstance(value, torch.Tensor):
         return value.narrow(dim, rows.start, rows.stop - rows.start)
     return tuple(_cut(part, dim, rows) for part in value) if isinstance(value, tuple) else value
@@ -80,7 +80,7 @@ def takes_blocks(model: nn.Module, calls: Sequence[LayerCall]) -> bool:
     return len(layers) > 0 and is_known and all(isinstance(layer, LayerStack | Done) for layer in layers)
 
 
-def _others(kwargs: Mapping[str, Any]) -> list[Any]:
+def _others(kwargs: Mapping[str, object]) -> list[object]:
     return [value for name, value in kwargs.items() if name not in _BY_ROW or isinstance(value, dict | list)]
 
 
