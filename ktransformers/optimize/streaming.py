@@ -28,7 +28,6 @@ __all__ = [
     "step_nbytes",
     "with_long_steps",
     "with_streaming",
-    "without_long_steps",
 ]
 
 logger = logging.getLogger(__name__)
@@ -122,13 +121,6 @@ def with_long_steps(
             extra = {**plan.extra_bytes, LONG_PROMPTS: {device: nbytes}}
             return replace(plan, extra_bytes=extra), count * chunk_size
     return plan, 0
-
-
-def without_long_steps(plan: Plan, streamings: tuple[Streaming, ...]) -> tuple[Plan, tuple[Streaming, ...]]:
-    """Return `plan` and its streamings where no slots lend anything."""
-    extra = {what: nbytes for what, nbytes in plan.extra_bytes.items() if what != LONG_PROMPTS}
-    short = tuple(replace(each, shape=replace(each.shape, long_rows=0)) for each in streamings)
-    return with_streaming(replace(plan, extra_bytes=extra), short)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,6 @@ from ktransformers.optimize.streaming import (
     step_nbytes,
     with_long_steps,
     with_streaming,
-    without_long_steps,
 )
 from ktransformers.system.cores import usable_cores
 
@@ -276,9 +275,9 @@ class Planner:
         is_better = is_short or spread.expert_bytes_on_cpu < planned.expert_bytes_on_cpu
         return planned if spread.plan.misfit() is not None or not is_better else spread
 
-    def _whole(self, hardware: Hardware, transfer: Mapping[int, str]) -> Planned:
+    def _whole(self, hardware: Hardware, transfer: Mapping[int, str], *, may_lend: bool = True) -> Planned:
         """A plan with its cache and its workspaces, and with experts in what is left of the GPUs if that is ours to
-        decide."""
+        decide. may_lend: whether there may be steps that slots lend memory to, unless nothing else fits."""
         opened = self.opened
         plan, shapes = self._weights(hardware, Choices(self._divided(hardware), transfer))
         num_slots = self.cache_plan.num_slots(opened, plan, shapes)
@@ -318,7 +317,7 @@ class Planner:
         draft = self._planned_draft(Planned(plan, chunk_size, (), shapes, num_slots, num_states, Filling()), hardware)
         if draft is not None:  # before anything fills what is left
             plan = replace(plan, extra_bytes={**extra, "draft model": draft.nbytes})
-        plan, long_rows = self._with_long_steps(plan, chunk_size)
+        plan, long_rows = self._with_long_steps(plan, chunk_size) if may_lend else (plan, 0)
         plan, streamings = with_streaming(plan, self._streamings(plan, chunk_size, long_rows))
         filling, hots = Filling(), tuple[HotSlots, ...]()
         if gpus:
@@ -327,8 +326,8 @@ class Planner:
             again = self._weights(hardware, Choices(filling.moved, transfer))[0]
             plan, streamings = with_streaming(replace(again, extra_bytes=plan.extra_bytes), streamings)
         plan, hots = with_hot_slots(plan, hots)
-        if not hots:
-            plan, streamings = without_long_steps(plan, streamings)
+        if long_rows and (not hots or plan.misfit() is not None):
+            return self._whole(hardware, transfer, may_lend=False)
         return Planned(plan, chunk_size, streamings, shapes, num_slots, num_states, filling, transfer, hots, draft)
 
     def _with_long_steps(self, plan: Plan, chunk_size: int) -> tuple[Plan, int]:
