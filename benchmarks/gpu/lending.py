@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's). Returns the exit code."""
     parser, group = benchmark_parser("gpu.lending", (__doc__ or "").partition("\n")[0], _lending)
     add_offline_flags(parser, group)
+    parser.set_defaults(lend_slots=True)
     return run_command(parser, sys.argv[1:] if argv is None else list(argv))
 
 

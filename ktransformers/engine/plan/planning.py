@@ -333,7 +333,7 @@ class Planner:
     def _with_long_steps(self, plan: Plan, chunk_size: int) -> tuple[Plan, int]:
         """`plan` with room for steps on memory that slots lend, where steps are those of one process and one model."""
         opened, config = self.opened, self.opened.config
-        is_alone = opened.partial_sums is None and config.pipeline == 1 and not self.is_draft
+        is_alone = opened.partial_sums is None and config.pipeline == 1 and not self.is_draft and config.lend_slots
         if not is_alone or opened.draft is not None or config.drafter == "mtp" or config.hot_experts == "off":
             return plan, 0
         may_move = config.optimize_config_path is None

@@ -60,7 +60,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(model_path: Path, tmp_path: Path) -> EngineConfig:
     rules = rules_of("qwen3_moe", tmp_path, EXPERTS_ON_CPU, EXPERTS_ON_CPU)
     options = {"cache_lens": 96, "cpu_infer": 1, "cpu_quant": "q8_0", "hot_experts": str(SLOTS), "chunk_size": CHUNK}
-    return EngineConfig(model_path=model_path, optimize_config_path=rules, **options)  # type: ignore[arg-type]
+    return EngineConfig(model_path=model_path, optimize_config_path=rules, **{"lend_slots": True, **options})  # type: ignore[arg-type]
 
 
 def prompt(count: int) -> list[int]:
@@ -179,7 +179,7 @@ def test_blocks_of_a_step_are_steps(model_type: str, tmp_path: Path) -> None:
         recurrent_model(model_type).save_pretrained(tmp_path)
     else:
         write_safetensors(tiny_model(model_type, seed=1), tmp_path)
-    config = EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=1, self_check=False, use_cuda_graph=False)
+    config = EngineConfig(model_path=tmp_path, lend_slots=True, cache_lens=64, cpu_infer=1, self_check=False, use_cuda_graph=False)
     engine, ids = static_engine(config, hardware=fake_hardware()), prompt(20)
     want = [engine.runner.forward(ids[at : at + 8], at, range(len(ids[at : at + 8]))).clone() for at in (0, 8, 16)]
     engine.runner.steps._pass.block_rows = 8
