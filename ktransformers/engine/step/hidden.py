@@ -75,23 +75,31 @@ class LastHiddenHook:
     context it hooks the model's own forward: only for as long as that runs, since a hook keeps steps from being fused.
 
     Steps that are replayed run no Python: what is captured copies their rows to memory of their own. replayed_rows:
-    most rows of such steps, set before anything is captured; 0: there are none.
+    most rows of such steps, set before anything is captured; 0: there are none. is_normed: False for those in front of
+    the last norm, which is called `norm`.
     """
 
-    def __init__(self, model: Any):
-        self.replayed_rows = 0
+    def __init__(self, model: Any, norm: str = "norm", *, is_normed: bool = True):
+        self.replayed_rows, self.is_normed, self._norm = 0, is_normed, norm
         self._replayed: torch.Tensor | None = None  # [replayed_rows, H]
         self._latest: torch.Tensor | None = None  # of a step that was not replayed
         self._base, self._hooks = model.base_model, list[RemovableHandle]()
 
     def __enter__(self) -> None:
-        self._hooks.append(self._base.register_forward_hook(self._on_output))
+        if self.is_normed:
+            self._hooks.append(self._base.register_forward_hook(self._on_output))
+        else:
+            norm = getattr(getattr(self._base, "inner", self._base), self._norm)
+            self._hooks.append(norm.register_forward_pre_hook(self._before_norm))
 
     def __exit__(self, *error: object) -> None:
         self._hooks.pop().remove()
 
     def _on_output(self, module: object, args: object, output: Any) -> None:
         self.keep(output.last_hidden_state[0])
+
+    def _before_norm(self, module: object, args: tuple[torch.Tensor, ...]) -> None:
+        self.keep(args[0][0])
 
     def begin(self) -> None:
         """Forget the step before."""
