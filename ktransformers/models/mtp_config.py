@@ -25,7 +25,8 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 class MtpFamily:
     """How the layers for multi-token prediction of a family differ from the usual one.
 
-    layer_type: of their attention, where neither `mtp_layer_types` nor `mtp_layers_block_type` of the config say it.
+    layer_type: of their attention, where neither `mtp_layer_types` nor `mtp_layers_block_type` of the config say it. If
+    the model has no such layers, theirs is that of its last one.
     norm: the name of the last norm in the family's class. takes_normed: whether the hidden states that go into them
     are those behind the last norm, or those in front of it. has_head: whether each has a head of its own.
     renamed: modules of the decoder layer that published files call otherwise, {theirs: of the family's class}.
@@ -61,10 +62,11 @@ def mtp_layer_types(config: PretrainedConfig, index: int = 0) -> list[str]:
     if blocks:
         return list(blocks)
     told: list[str] | None = getattr(text, "mtp_layer_types", None)
+    if told:
+        return [told[min(index, len(told) - 1)]]
     usual = mtp_family(str(text.model_type)).layer_type
-    if usual == _SLIDING and usual not in (getattr(text, "layer_types", None) or ()):
-        usual = _FULL  # a model whose config has windows nowhere
-    return [told[min(index, len(told) - 1)] if told else usual]
+    own: list[str] = getattr(text, "layer_types", None) or [usual]
+    return [usual if usual in own else own[-1]]
 
 
 def mtp_config(config: PretrainedConfig, *, has_experts: bool, index: int = 0) -> PretrainedConfig:
