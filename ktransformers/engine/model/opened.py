@@ -137,7 +137,8 @@ def open_model(config: EngineConfig) -> OpenedModel:
 
 
 def _open_mtp(target: OpenedModel, stored: SafetensorsModel | None) -> OpenedModel:
-    """The target's own layer for multi-token prediction, as a model. Raises UnsupportedError where it has none."""
+    """The target's own layer for multi-token prediction, as a model. Where there are several, each drafts the token
+    behind that of the one whose `draft` it is. Raises UnsupportedError where the target has none."""
     gguf, num_layers, config = target.gguf, target.facts.num_layers, target.hf_config
     if gguf is not None:
         found = MtpNames.of_gguf(gguf.tensors, num_layers, config)
@@ -149,7 +150,11 @@ def _open_mtp(target: OpenedModel, stored: SafetensorsModel | None) -> OpenedMod
             f"--speculative mtp: the files of this model ({target.facts.model_type}) hold no layer for multi-token "
             "prediction, or one of a kind that is not known here; take --speculative ngram, or --draft_model"
         )
-    return _open_mtp_layer(target, stored, found[0], 0)
+    used, draft = found[: target.config.speculative_tokens], None
+    for index, names in reversed(list(enumerate(used))):
+        draft = replace(_open_mtp_layer(target, stored, names, index), draft=draft)
+    assert draft is not None
+    return draft
 
 
 def _open_mtp_layer(target: OpenedModel, stored: SafetensorsModel | None, names: MtpNames, index: int) -> OpenedModel:

@@ -3,12 +3,16 @@ tests/support/models/mtp_families.py."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from ktransformers.core import SamplingParams
+from ktransformers.scheduler.drafting.planner import DraftPlanner
 from tests.support.engines.drafter_steps import draft_in_every_step
-from tests.support.engines.mtp_engines import check_engine, engine_of
+from tests.support.engines.mtp_engines import Watched, check_drafts, check_engine, engine_of, loop_of
 from tests.support.models.mtp_families import FAMILIES, tiny_family, write_family
 
 
@@ -20,6 +24,42 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_drafts_are_those_of_the_reference(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = tiny_family(model_type, count=1)
+    tiny = tiny_family(model_type)
     with engine_of(write_family(tiny, tmp_path)) as engine:
         check_engine(engine, tiny, monkeypatch)
+
+
+def test_several_layers_draft_a_token_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the last of them all that are behind. Most steps want one token, so that the others wait for long."""
+    tiny, steps = tiny_family("mimo_v2_flash"), itertools.count()
+
+    def counts(self: DraftPlanner, chances: list[list[float]], costly: Sequence[bool]) -> tuple[list[int], float]:
+        most = 1 if next(steps) % 45 else 5
+        return [min(len(one), most) * self._costs.knows(len(chances)) for one in chances], 1.0
+
+    monkeypatch.setattr(DraftPlanner, "_counts", counts)
+    with engine_of(write_family(tiny, tmp_path), speculative_tokens=5) as engine:
+        watched, loop = Watched(engine, monkeypatch), loop_of(engine)
+        prompts = [[*range(3, 30)], [*range(40, 100)], [7]]
+        params = SamplingParams(max_tokens=110, temperature=0.0, ignore_eos=True)
+        names = [loop.add(prompt, params) for prompt in prompts]
+        loop.drain()
+        answers = [[*prompt, *loop.answers[name].token_ids] for prompt, name in zip(prompts, names, strict=True)]
+        known = dict(zip(sorted({run for run, *_ in watched.by_run}), answers, strict=True))
+        deep = [(run, at, drafts) for run, at, drafts in watched.by_run if len(drafts) == 5]
+        assert len(deep) > 5
+        assert sum(check_drafts(tiny, known[run], at, drafts) for run, at, drafts in deep) > 4 * len(deep)
+
+
+@pytest.mark.parametrize("chunk_size", [4, 64])
+def test_steps_of_few_rows(chunk_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts do not depend on how many entries a step has room for."""
+    tiny = tiny_family("mimo_v2_flash")
+    with engine_of(write_family(tiny, tmp_path), chunk_size=chunk_size, speculative_tokens=4) as engine:
+        check_engine(engine, tiny, monkeypatch)
+
+
+def test_no_more_layers_than_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write_family(tiny_family("mimo_v2_flash"), tmp_path)
+    with caplog.at_level("INFO"), engine_of(folder, speculative_tokens=2):
+        assert "2 layers for multi-token prediction make a draft token each" in caplog.text

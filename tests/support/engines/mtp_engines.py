@@ -50,15 +50,19 @@ def loop_of(engine: Engine, **changes: object) -> PagedLoop:
 
 
 class Watched:
-    """What a drafter was asked for, and what it drafted: (position of the known token, tokens)."""
+    """What a drafter was asked for, and what it drafted: (position of the known token, tokens); by_run: the same with
+    the number of the sequence in front."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch):
         self.seen: list[tuple[int, list[int]]] = []
+        self.by_run: list[tuple[int, int, list[int]]] = []
         draft = ModelDrafter.draft
 
         def watched(drafter: ModelDrafter, requests: Sequence[DraftRequest]) -> list[list[int]]:
             found = draft(drafter, requests)
             self.seen += [(request.position, tokens) for request, tokens in zip(requests, found, strict=True)]
+            for request, tokens in zip(requests, found, strict=True):
+                self.by_run.append((request.run_id, request.position, tokens))
             return found
 
         monkeypatch.setattr(ModelDrafter, "draft", watched)
