@@ -29,7 +29,8 @@ class MtpFamily:
     the model has no such layers, theirs is that of its last one.
     norm: the name of the last norm in the family's class. takes_normed: whether the hidden states that go into them
     are those behind the last norm, or those in front of it. has_head: whether each has a head of its own.
-    renamed: modules of the decoder layer that published files call otherwise, {theirs: of the family's class}.
+    renamed: modules of the decoder layer that published files call otherwise, {theirs: of the family's class}. why_not:
+    why they are not run; None: they are.
     """
 
     layer_type: str = _FULL
@@ -37,11 +38,13 @@ class MtpFamily:
     takes_normed: bool = True
     has_head: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)
+    why_not: str | None = None
 
 
 _USUAL = MtpFamily()
 _FAMILIES: Mapping[str, MtpFamily] = {
     "exaone_moe": MtpFamily(layer_type=_SLIDING),
+    "longcat_flash": MtpFamily(why_not="it has one attention and no experts, unlike the model's own layers"),
     "mellum": MtpFamily(layer_type=_SLIDING),
     "mimo_v2_flash": MtpFamily(layer_type=_SLIDING, renamed={"pre_mlp_layernorm": "post_attention_layernorm"}),
     "nemotron_h": MtpFamily(norm="norm_f"),

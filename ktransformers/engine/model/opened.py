@@ -27,7 +27,7 @@ from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf_config import FACTOR_TENSORS, config_from_gguf
 from ktransformers.models.gguf_sampling import sampling_defaults
 from ktransformers.models.heads import settle_head
-from ktransformers.models.mtp_config import mtp_config
+from ktransformers.models.mtp_config import mtp_config, mtp_family
 from ktransformers.operators.partial_sums import PartialSums
 from ktransformers.system.file_kinds import wrong_start
 from ktransformers.tokenizer import Tokenizer, has_tokenizer_files, load_tokenizer, read_chat_template
@@ -145,10 +145,12 @@ def _open_mtp(target: OpenedModel, stored: SafetensorsModel | None) -> OpenedMod
     else:
         assert stored is not None
         found = MtpNames.of_safetensors(stored.tensors, num_layers, config)
-    if not found:
+    why_not = mtp_family(target.facts.model_type).why_not
+    if why_not is not None or not found:
+        why_not = f"one that is not run: {why_not}" if why_not else "none, or one of a kind that is not known here"
         raise UnsupportedError(
-            f"--speculative mtp: the files of this model ({target.facts.model_type}) hold no layer for multi-token "
-            "prediction, or one of a kind that is not known here; take --speculative ngram, or --draft_model"
+            f"--speculative mtp: of layers for multi-token prediction, the files of this model "
+            f"({target.facts.model_type}) hold {why_not}; take --speculative ngram, or --draft_model"
         )
     used, draft = found[: target.config.speculative_tokens], None
     for index, names in reversed(list(enumerate(used))):

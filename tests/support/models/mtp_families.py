@@ -19,10 +19,11 @@ from transformers import PreTrainedModel
 from tests.support.models.attention_families import config_of
 from tests.support.models.composites import tiny_composite
 from tests.support.models.latent_models import LATENT_TYPES, latent_model
+from tests.support.models.mtp_models import write_prediction_gguf
 from tests.support.models.recurrent_models import recurrent_model
 from tests.support.models.tiny_models import random_model, tiny_model, write_safetensors
 
-__all__ = ["FAMILIES", "PlainMtp", "tiny_family", "write_family"]
+__all__ = ["FAMILIES", "GGUF_FAMILIES", "PlainMtp", "tiny_family", "write_family", "write_family_gguf"]
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _BEHIND = {part: "model.layers.{behind}." + part for part in ("enorm", "hnorm", "eh_proj")}
@@ -100,13 +101,21 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+GGUF_FAMILIES = ("exaone_moe", "glm_moe_dsa", "mimo_v2_flash", "nemotron_h")
+"""Those that llama.cpp's converter knows, as far as their GGUFs are opened."""
+
+
 def _main(model_type: str) -> PreTrainedModel:
     if model_type == "step3p7":
         return tiny_composite("step3p7")
-    if model_type in ("bailing_hybrid", "nemotron_h"):
+    if model_type == "nemotron_h":  # as published, without layers that are only an MLP
+        kinds = ["linear_attention", "moe", "full_attention", "moe", "linear_attention"]
+        return recurrent_model(model_type, layers_block_type=kinds)
+    if model_type == "bailing_hybrid":
         return recurrent_model(model_type)
     if model_type in LATENT_TYPES:
-        return latent_model(model_type)
+        indexers = {"indexer_types": ["full"] * 4} if model_type == "glm_moe_dsa" else {}
+        return latent_model(model_type, first_k_dense_replace=1, **indexers)  # as mlp_layer_types there has it
     if model_type in ("mimo_v2_flash", "hy_v3"):
         return random_model(config_of(model_type))
     return tiny_model(model_type)
@@ -214,6 +223,13 @@ def write_family(tiny: PlainMtp, folder: Path) -> Path:
         stored |= _stored(tiny, layer, number, folder / f"layer{number}")
     safetensors.torch.save_file(stored, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def write_family_gguf(tiny: PlainMtp, path: Path) -> Path:
+    """Write all as one GGUF, as llama.cpp's converter does."""
+    norm = "layer_output_norm" if "final_layernorm" in tiny.family.names["norm"] else "nextn.shared_head_norm"
+    norm = "nextn.shared_head_norm" if tiny.family.norm == "norm_f" else norm
+    return write_prediction_gguf(tiny.main, [(layer.model, layer) for layer in tiny.layers], path, norm)
 
 
 def _stored(tiny: PlainMtp, layer: _Joined, number: int, folder: Path) -> dict[str, torch.Tensor]:
