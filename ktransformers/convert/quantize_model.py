@@ -207,9 +207,10 @@ def _cut_vocabulary(entries: Entries, vocab_size: int) -> None:
 def _from_safetensors(folder: Path) -> _Input:
     opened = open_model(EngineConfig(model_path=folder))
     arch, values = hf_metadata(opened.hf_config)
-    for layer in MtpNames.of_safetensors(opened.source.stored_names(), opened.facts.num_layers, opened.hf_config):
-        count = len(layer.names)
-        logger.info("%d tensors of a layer for multi-token prediction are left out; the file will not draft", count)
+    drafting = MtpNames.of_safetensors(opened.source.stored_names(), opened.facts.num_layers, opened.hf_config)
+    if drafting:
+        count = sum(len(layer.names) for layer in drafting)
+        logger.info("%d tensors of the layer for multi-token prediction are left out; the file will not draft", count)
     tokenizer = load_tokenizer(folder, None)
     entries: Entries = {
         "general.architecture": entry(arch),
