@@ -18,19 +18,18 @@ if TYPE_CHECKING:
 
 __all__ = ["MtpFamily", "mtp_config", "mtp_family", "mtp_layer_types"]
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, _SLIDING, _INDEXED = "full_attention", "sliding_attention", "indexed_attention"
 
 
 @dataclass(frozen=True, slots=True)
 class MtpFamily:
     """How the layers for multi-token prediction of a family differ from the usual one.
 
-    layer_type: of their attention, where neither `mtp_layer_types` nor `mtp_layers_block_type` of the config say it. If
-    the model has no such layers, theirs is that of its last one.
-    norm: the name of the last norm in the family's class. takes_normed: whether the hidden states that go into them
-    are those behind the last norm, or those in front of it. has_head: whether each has a head of its own.
-    renamed: modules of the decoder layer that published files call otherwise, {theirs: of the family's class}. why_not:
-    why they are not run; None: they are.
+    layer_type: of their attention, where neither `mtp_layer_types` nor `mtp_layers_block_type` of the config says it; full
+    in a model that has no layers of that type. norm: the name of the last norm in the family's class. takes_normed:
+    whether the hidden states that go into them are those behind the last norm, or those in front of it. has_head:
+    whether each has a head of its own. renamed: modules of the decoder layer that published files call otherwise,
+    {theirs: of the family's class}. why_not: why they are not run; None: they are.
     """
 
     layer_type: str = _FULL
@@ -43,7 +42,9 @@ class MtpFamily:
 
 _USUAL = MtpFamily()
 _FAMILIES: Mapping[str, MtpFamily] = {
+    "deepseek_v32": MtpFamily(layer_type=_INDEXED),
     "exaone_moe": MtpFamily(layer_type=_SLIDING),
+    "glm_moe_dsa": MtpFamily(layer_type=_INDEXED),
     "longcat_flash": MtpFamily(why_not="it has one attention and no experts, unlike the model's own layers"),
     "mellum": MtpFamily(layer_type=_SLIDING),
     "mimo_v2_flash": MtpFamily(layer_type=_SLIDING, renamed={"pre_mlp_layernorm": "post_attention_layernorm"}),
@@ -68,8 +69,7 @@ def mtp_layer_types(config: PretrainedConfig, index: int = 0) -> list[str]:
     if told:
         return [told[min(index, len(told) - 1)]]
     usual = mtp_family(str(text.model_type)).layer_type
-    own: list[str] = getattr(text, "layer_types", None) or [usual]
-    return [usual if usual in own else own[-1]]
+    return [usual if usual in (getattr(text, "layer_types", None) or ()) else _FULL]
 
 
 def mtp_config(config: PretrainedConfig, *, has_experts: bool, index: int = 0) -> PretrainedConfig:
