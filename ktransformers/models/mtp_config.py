@@ -25,11 +25,11 @@ _FULL, _SLIDING, _INDEXED = "full_attention", "sliding_attention", "indexed_atte
 class MtpFamily:
     """How the layers for multi-token prediction of a family differ from the usual one.
 
-    layer_type: of their attention, where neither `mtp_layer_types` nor `mtp_layers_block_type` of the config says it; full
-    in a model that has no layers of that type. norm: the name of the last norm in the family's class. takes_normed:
-    whether the hidden states that go into them are those behind the last norm, or those in front of it. has_head:
-    whether each has a head of its own. renamed: modules of the decoder layer that published files call otherwise,
-    {theirs: of the family's class}. why_not: why they are not run; None: they are.
+    layer_type: of their attention, where neither `mtp_layer_types` nor `mtp_layers_block_type` of the config says it;
+    full in a model that has no layers of that type. norm: the name of the last norm in the family's class.
+    takes_normed: whether the hidden states that go into them are those behind the last norm, or those in front of it.
+    has_head: whether each has a head of its own. renamed: modules of the decoder layer that published files call
+    otherwise, {theirs: of the family's class}. why_not: why they are not run; None: they are.
     """
 
     layer_type: str = _FULL
