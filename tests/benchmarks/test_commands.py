@@ -104,10 +104,14 @@ def test_speculative_of_a_random_mtp_layer(capsys: pytest.CaptureFixture[str], m
     small, steps, run_step = small_config("qwen3.6-35b-a3b", 1), list[int](), MtpForward.run
 
     def watched(
-        forward: MtpForward, pieces: Sequence[Piece], requests: Sequence[LogitsRequest], behind: Sequence[int] = ()
+        forward: MtpForward,
+        pieces: Sequence[Piece],
+        requests: Sequence[LogitsRequest],
+        behind: Sequence[int] = (),
+        depth: int = 0,
     ) -> DraftOutput:
         steps.append(len(pieces))
-        return run_step(forward, pieces, requests, behind)
+        return run_step(forward, pieces, requests, behind, depth)
 
     monkeypatch.setattr(PublishedShape, "config", lambda shape, layers: copy.deepcopy(small))
     monkeypatch.setattr(MtpForward, "run", watched)

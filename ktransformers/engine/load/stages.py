@@ -46,6 +46,7 @@ from ktransformers.engine.step.layout import (
     settle_buffers,
 )
 from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.models.mtp_config import mtp_family
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.rope import settle_rotations
 from ktransformers.operators.base import ExpertStats
@@ -228,7 +229,8 @@ def arrange_model(loaded: LoadedWeights) -> ArrangedModel:
     if loaded.layout.is_cpu and opened.config.pipeline == 1:
         forward.short = find_fused_decode(opened.model, planned.shapes, pool, loaded.longest)
     if opened.config.drafter == "mtp":
-        forward.last_hidden = LastHiddenHook(opened.model)
+        family = mtp_family(opened.facts.model_type)
+        forward.last_hidden = LastHiddenHook(opened.model, family.norm, is_normed=family.takes_normed)
     return ArrangedModel(loaded, cache, identified, forward)
 
 
