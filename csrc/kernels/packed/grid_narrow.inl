@@ -1,5 +1,5 @@
-// Types with grids in a tier with 16 registers of 32 bytes that sums products in int16 (simd/avx2.h). Included by
-// packed/grid.inl, whose form and results these are; integers are exact, so that their order does not matter.
+// Types with grids in tiers with 16 registers of 32 bytes (simd/avx2.h). Included by packed/grid.inl, whose form and
+// results these are; integers are exact, so that their order does not matter.
 //
 // A register holds 8 columns of 4 rows, as entries of the grids do, so that nothing is taken apart: register (j, h, k)
 // of a part has columns 8 j .. 8 j + 7 of rows r, r + 1 in its lower and r + 4, r + 5 in its upper half, for r = 8 h +
@@ -17,13 +17,13 @@ constexpr int kGridPart = 16;  // registers of a part: (j, h, k) is number 4 j +
 // For permutations within halves, both alike.
 struct GridPatterns {
   alignas(32) uint8_t rows[4][2][32];  // [j][k]: byte j of a row's four, for all of its columns
-  alignas(32) uint8_t scales[2][32];   // [k]: the lower half of a row's int32, for all of its pairs of columns
+  alignas(32) uint8_t scales[2][32];   // [k]: a row's int32 as grid_scale, as often as there is room
   constexpr GridPatterns() : rows(), scales() {
     for (int k = 0; k < 2; ++k)
       for (int i = 0; i < 32; ++i) {
         const int row = 2 * k + i % 16 / 8;
         for (int j = 0; j < 4; ++j) rows[j][k][i] = static_cast<uint8_t>(4 * row + j);
-        scales[k][i] = static_cast<uint8_t>(4 * row + i % 2);
+        scales[k][i] = static_cast<uint8_t>(4 * row + i % static_cast<int>(sizeof(grid_scale)));
       }
   }
 };
@@ -36,10 +36,11 @@ template <> constexpr int kGridOffset<PackedIQ3S> = 16;  // values to 15
 template <> constexpr int kGridOffset<PackedIQ1S> = 9;
 template <> constexpr int kGridOffset<PackedIQ1M> = 9;
 
-// Registers of a part with one scale whose products an int16 can sum: of values with offset, and of those without,
-// which are 62 at most: 2 x 2 x 62 x 127 = 31496.
-template <class P> constexpr int kStoredSteps = kGridOffset<P> == 64 ? 1 : 32 / P::spec.subs;
-constexpr int kFewSteps = 2;
+// Registers of a part with one scale that a sum takes: of values with offset, and of those without, which are 62 at
+// most. In int16, 2 x 2 x 62 x 127 = 31496 is the most.
+template <class P> constexpr int kScaledAtOnce = 32 / P::spec.subs;
+template <class P> constexpr int kStoredSteps = kNarrowSums && kGridOffset<P> == 64 ? 1 : kScaledAtOnce<P>;
+template <class P> constexpr int kFewSteps = kNarrowSums ? 2 : kScaledAtOnce<P>;
 
 // ---- looking up ----
 
@@ -164,9 +165,9 @@ template <class P> inline vi without_offset(vi sums, vi low) {
 template <class P, int C, class Entry, class Index>
 inline void few_columns(const Entry* grid, const Index* codes, wb x, int j, int h, int k, const int8_t* const* y,
                         __m256i scale, __m256i (*totals)[4]) {
-  __m256i sums[C];
+  __m256i sums[C] = {};
 #pragma GCC unroll 4
-  for (int i = 0; i < kFewSteps; ++i) {
+  for (int i = 0; i < kFewSteps<P>; ++i) {
     __m256i w = grid_entries<P>(grid, codes, j + i, h, k), signs = {};
     if constexpr (P::spec.has_delta)
       w = with_delta<P>(w, half_of(x, h), j + i, k);
@@ -176,13 +177,11 @@ inline void few_columns(const Entry* grid, const Index* codes, wb x, int j, int 
     for (int c = 0; c < C; ++c) {
       __m256i columns = eight_columns(y[c] + 8 * (j + i));
       if constexpr (!P::spec.has_delta) columns = _mm256_sign_epi8(columns, signs);
-      const __m256i products = _mm256_maddubs_epi16(w, columns);
-      sums[c] = i == 0 ? products : _mm256_add_epi16(sums[c], products);
+      sums[c] = add_grid(sums[c], w, columns);
     }
   }
 #pragma GCC unroll 2
-  for (int c = 0; c < C; ++c)
-    totals[c][2 * h + k] = _mm256_add_epi32(totals[c][2 * h + k], _mm256_madd_epi16(sums[c], scale));
+  for (int c = 0; c < C; ++c) totals[c][2 * h + k] = _mm256_add_epi32(totals[c][2 * h + k], scale_grid(sums[c], scale));
 }
 
 // Part s, of the block's columns y. low: see without_offset, of types with deltas.
@@ -199,7 +198,7 @@ inline void few_part(const GridReads<P>& reads, const uint8_t* p, int s, const i
   for (int hk = 0; hk < 4; ++hk) {
     __m256i scale = grid_row_scales(scales, hk / 2, hk % 2);
 #pragma GCC unroll 4
-    for (int j = 0; j < 4; j += kFewSteps) {
+    for (int j = 0; j < 4; j += kFewSteps<P>) {
       if (subs == 2 && j == 2) scale = grid_row_scales(scales + 16, hk / 2, hk % 2);
       few_columns<P, C>(grid, codes, x, j, hk / 2, hk % 2, y, scale, totals);
     }
@@ -250,8 +249,8 @@ template <class P, int C> void grid_few(const TileArgs& a, int t) {
 
 struct GridBytes {
   alignas(32) uint8_t w[8 * kGridPart * 32];  // of every part: registers (j, h, k), values with kGridOffset
-  alignas(32) int16_t scales[16][4][16];      // [sub-block][2 h + k]
-  alignas(32) int32_t pairs[8][16];           // [sub-blocks 2 i and 2 i + 1][row]
+  alignas(32) grid_scale scales[16][4][32 / sizeof(grid_scale)];  // [sub-block][2 h + k]
+  alignas(32) int32_t pairs[8][16];                               // [sub-blocks 2 i and 2 i + 1][row]
 };
 
 template <class P> inline void store_grid_part(const GridReads<P>& reads, const uint8_t* p, int s, GridBytes& st) {
@@ -304,19 +303,16 @@ inline void stored_part(const GridBytes& st, int s, const int8_t* const* y, __m2
       for (int i = 0; i < steps; ++i) columns[c][i] = eight_columns(y[c] + 8 * (j + i));
 #pragma GCC unroll 4
     for (int hk = 0; hk < 4; ++hk) {
-      __m256i sums[C];
+      __m256i sums[C] = {};
 #pragma GCC unroll 4
       for (int i = 0; i < steps; ++i) {
         const __m256i weights = load32(w + 32 * (4 * (j + i) + hk));
 #pragma GCC unroll 4
-        for (int c = 0; c < C; ++c) {
-          const __m256i products = _mm256_maddubs_epi16(weights, columns[c][i]);
-          sums[c] = i == 0 ? products : _mm256_add_epi16(sums[c], products);
-        }
+        for (int c = 0; c < C; ++c) sums[c] = add_grid(sums[c], weights, columns[c][i]);
       }
       const __m256i scale = load32(scales[hk]);
 #pragma GCC unroll 4
-      for (int c = 0; c < C; ++c) totals[c][hk] = _mm256_add_epi32(totals[c][hk], _mm256_madd_epi16(sums[c], scale));
+      for (int c = 0; c < C; ++c) totals[c][hk] = _mm256_add_epi32(totals[c][hk], scale_grid(sums[c], scale));
     }
   }
 }
