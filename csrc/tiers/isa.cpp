@@ -12,7 +12,7 @@
 namespace kt {
 namespace {
 
-struct CpuFeatures { bool avx2 = false, avx512_vnni = false, avx512_bf16 = false, amx = false; };
+struct CpuFeatures { bool avx2 = false, avx_vnni = false, avx512_vnni = false, avx512_bf16 = false, amx = false; };
 
 #if defined(KT_X86)
 
@@ -42,7 +42,10 @@ CpuFeatures detect() {
   const bool has_tiles =
       (d & (1u << 22)) && (d & (1u << 24)) && (d & (1u << 25));  // bf16, tiles, int8: always together
   found.amx = found.avx512_vnni && tiles && has_tiles && may_use_tiles();
-  if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) found.avx512_bf16 = found.avx512_vnni && (a & (1u << 5));
+  if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) {
+    found.avx_vnni = found.avx2 && (a & (1u << 4));
+    found.avx512_bf16 = found.avx512_vnni && (a & (1u << 5));
+  }
   return found;
 }
 
@@ -58,6 +61,11 @@ using Table = const KernelTable& (*)();
 constexpr Table kAvx2 = avx2_tier::table;
 #else
 constexpr Table kAvx2 = nullptr;
+#endif
+#if defined(KT_AVX_VNNI)
+constexpr Table kAvxVnni = avx_vnni_tier::table;
+#else
+constexpr Table kAvxVnni = nullptr;
 #endif
 #if defined(KT_AVX512_VNNI)
 constexpr Table kAvx512Vnni = avx512_vnni_tier::table;
@@ -93,6 +101,7 @@ Tiers find_tiers() {
   tiers.available.push_back(&scalar_tier::table());
   const CpuFeatures cpu = detect();
   tiers.add("avx2", cpu.avx2, kAvx2);
+  tiers.add("avx_vnni", cpu.avx_vnni, kAvxVnni);
   tiers.add("avx512_vnni", cpu.avx512_vnni, kAvx512Vnni);
   tiers.add("avx512_bf16", cpu.avx512_bf16, kAvx512Bf16);
   tiers.add("amx", cpu.amx, kAmx);
@@ -118,6 +127,9 @@ const KernelTable& tier_by_name(const std::string& name) {
 #if defined(KT_EMULATED)
   for (const KernelTable* table : {&avx512_bf16_emulated_tier::table(), &amx_emulated_tier::table()})
     if (name == table->name) return *table;
+#if defined(KT_X86)
+  if (detect().avx2 && name == avx_vnni_emulated_tier::table().name) return avx_vnni_emulated_tier::table();
+#endif
 #endif
   for (const std::string& missing : missing_tiers())
     if (name == missing)

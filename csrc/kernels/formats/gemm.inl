@@ -85,45 +85,92 @@ void float_tokens(const TileArgs& a, const FloatStage& st, int64_t first, int co
   if constexpr (C > 1) float_tokens<fewer(C)>(a, st, first, cols, acc, next, t);
 }
 
-// 4 rows times one token, without a stage.
+// Asks for 32 columns of 4 rows that are read kRowAhead bytes behind `offset`, or, past the rows' ends, for those of
+// the next 4: rows are read to their ends, four side by side, and the hardware's prefetcher stops where a page ends.
+constexpr int64_t kRowAhead = 6144;
 template <QType TYPE>
-inline void float_few4(const uint8_t* const* rows, int64_t first, const float* x, int cols, v8* s) {
-  constexpr int bytes = TYPE == QType::F32 ? 4 : 2;
-  const uint8_t* p[4];
-  v8 sum[4];
+inline void prefetch_4(const uint8_t* const* rows, int64_t offset, int64_t row_bytes, int64_t stride) {
+  int64_t at = offset + kRowAhead;
+  if (at >= row_bytes) at += 4 * stride - row_bytes;
   for (int r = 0; r < 4; ++r) {
-    p[r] = rows[r] + first * bytes;
-    sum[r] = zero8();
+    const auto* p = reinterpret_cast<const uint8_t*>(reinterpret_cast<uintptr_t>(rows[r]) + static_cast<uintptr_t>(at));
+    prefetch_line(p);
+    if constexpr (TYPE == QType::F32) prefetch_line(p + 64);
   }
-  int k = 0;
-  for (; k + 8 <= cols; k += 8) {
-    const v8 v = load8(x + k);
-#pragma GCC unroll 4
-    for (int r = 0; r < 4; ++r) sum[r] = fma8(load_weights8<TYPE>(p[r] + k * bytes), v, sum[r]);
-  }
-  if (k < cols) {
-    const v8 v = load8_n(x + k, cols - k);
-    for (int r = 0; r < 4; ++r) sum[r] = fma8(load_up_to_8<TYPE>(p[r] + k * bytes, cols - k), v, sum[r]);
-  }
-  for (int r = 0; r < 4; ++r) s[r] = sum[r];
 }
 
-// Up to kFewChunks chunks of 4 rows before the next 4: long runs of memory, which the prefetcher needs.
-template <QType TYPE> void float_few(const TileArgs& a, const uint8_t* const* rows, float* acc) {
-  constexpr int kFewChunks = 8;
-  v8 s[kFewChunks][8];
-  for (int64_t start = 0; start < a.k; start += kFewChunks * kFloatCols)
-    for (int t = 0; t < a.num_tokens; ++t) {
-      const float* x = a.act.x + token_row(a, t) * a.act.ldx;
-      int count = 0;
-      for (int r = 0; r < 8; r += 4) {
-        count = 0;
-        for (int64_t first = start; first < a.k && count < kFewChunks; first += kFloatCols, ++count)
-          float_few4<TYPE>(rows + r, first, x + first,
-                           static_cast<int>(a.k - first < kFloatCols ? a.k - first : kFloatCols), s[count] + r);
-      }
-      for (int c = 0; c < count; ++c) reduce8_add(s[c], acc + t * 16);
+// 4 rows times C tokens, without a stage. ASKS: memory in front is asked for.
+template <QType TYPE, int C, bool ASKS>
+inline void float_few4(const TileArgs& a, const uint8_t* const* rows, int64_t first, const float* const* x, int cols,
+                       v8 (*s)[8]) {
+  constexpr int bytes = TYPE == QType::F32 ? 4 : 2;
+  const uint8_t* p[4];
+  v8 sum[C][4];
+  for (int r = 0; r < 4; ++r) p[r] = rows[r] + first * bytes;
+  for (int c = 0; c < C; ++c)
+    for (int r = 0; r < 4; ++r) sum[c][r] = zero8();
+  const auto step = [&](const auto& row, const auto& columns) {
+    v8 v[C];
+#pragma GCC unroll 2
+    for (int c = 0; c < C; ++c) v[c] = columns(x[c] + first);
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) {
+      const v8 w = row(p[r]);
+#pragma GCC unroll 2
+      for (int c = 0; c < C; ++c) sum[c][r] = fma8(w, v[c], sum[c][r]);
     }
+  };
+  const auto whole_step = [&](int k) {
+    step([k](const uint8_t* row) { return load_weights8<TYPE>(row + k * bytes); },
+         [k](const float* columns) { return load8(columns + k); });
+  };
+  int k = 0;
+  for (; k + 32 <= cols; k += 32) {
+    if constexpr (ASKS) prefetch_4<TYPE>(rows, (first + k) * bytes, a.k * bytes, a.rows[1] - a.rows[0]);
+#pragma GCC unroll 4
+    for (int i = 0; i < 32; i += 8) whole_step(k + i);
+  }
+  for (; k + 8 <= cols; k += 8) whole_step(k);
+  if (k < cols)
+    step([k, cols](const uint8_t* row) { return load_up_to_8<TYPE>(row + k * bytes, cols - k); },
+         [k, cols](const float* columns) { return load8_n(columns + k, cols - k); });
+  for (int c = 0; c < C; ++c)
+    for (int r = 0; r < 4; ++r) s[c][r] = sum[c][r];
+}
+
+constexpr int kFewChunks = 8;
+
+// C tokens from t on, and up to kFewChunks chunks from `start` of 4 rows before the next 4: long runs of memory, which
+// the prefetcher needs.
+template <QType TYPE, int C>
+void float_few_tokens(const TileArgs& a, const uint8_t* const* rows, int64_t start, int t, float* acc) {
+  v8 s[kFewChunks][C][8];
+  const float* x[C];
+  for (int c = 0; c < C; ++c) x[c] = a.act.x + token_row(a, t + c) * a.act.ldx;
+  int count = 0;
+  for (int r = 0; r < 8; r += 4) {
+    count = 0;
+    for (int64_t first = start; first < a.k && count < kFewChunks; first += kFloatCols, ++count) {
+      const int cols = static_cast<int>(a.k - first < kFloatCols ? a.k - first : kFloatCols);
+      v8 sums[C][8];
+      if (t == 0)
+        float_few4<TYPE, C, true>(a, rows + r, first, x, cols, sums);
+      else
+        float_few4<TYPE, C, false>(a, rows + r, first, x, cols, sums);
+      for (int c = 0; c < C; ++c)
+        for (int i = 0; i < 4; ++i) s[count][c][r + i] = sums[c][i];
+    }
+  }
+  for (int n = 0; n < count; ++n)
+    for (int c = 0; c < C; ++c) reduce8_add(s[n][c], acc + (t + c) * 16);
+}
+
+template <QType TYPE> void float_few(const TileArgs& a, const uint8_t* const* rows, float* acc) {
+  for (int64_t start = 0; start < a.k; start += kFewChunks * kFloatCols) {
+    int t = 0;
+    for (; t + 2 <= a.num_tokens; t += 2) float_few_tokens<TYPE, 2>(a, rows, start, t, acc);
+    if (t < a.num_tokens) float_few_tokens<TYPE, 1>(a, rows, start, t, acc);
+  }
 }
 
 template <QType TYPE> void float_tile(const TileArgs& a) {

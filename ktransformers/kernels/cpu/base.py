@@ -66,10 +66,12 @@ class Isa(Enum):
 
     SCALAR = "scalar"
     AVX2 = "avx2"
+    AVX_VNNI = "avx_vnni"
     AVX512_VNNI = "avx512_vnni"
     AVX512_BF16 = "avx512_bf16"
     AMX = "amx"
     # Slow: kernels over emulated instructions on any machine, for tests; never chosen.
+    AVX_VNNI_EMULATED = "avx_vnni_emulated"
     AVX512_BF16_EMULATED = "avx512_bf16_emulated"
     AMX_EMULATED = "amx_emulated"
 

@@ -32,7 +32,7 @@ def test_tiers_of_this_machine(monkeypatch):
 
 
 def test_a_tier_that_the_machine_lacks():
-    emulated = (Isa.AVX512_BF16_EMULATED, Isa.AMX_EMULATED)
+    emulated = (Isa.AVX_VNNI_EMULATED, Isa.AVX512_BF16_EMULATED, Isa.AMX_EMULATED)
     missing = [isa for isa in Isa if isa not in (*available_isas(), *emulated)]
     for isa in missing:
         with pytest.raises(
