@@ -17,6 +17,7 @@ _TIERS = {
     "avx512_vnni": "AVX-512",
     "avx512_bf16": "AVX-512",
     "amx": "AMX",
+    "neon_dotprod": "NEON",
 }
 
 

@@ -69,6 +69,7 @@ class Isa(Enum):
     AVX512_VNNI = "avx512_vnni"
     AVX512_BF16 = "avx512_bf16"
     AMX = "amx"
+    NEON_DOTPROD = "neon_dotprod"
     # Slow: kernels over emulated instructions on any machine, for tests; never chosen.
     AVX512_BF16_EMULATED = "avx512_bf16_emulated"
     AMX_EMULATED = "amx_emulated"
