@@ -18,7 +18,7 @@ namespace {
 
 struct CpuFeatures {
   bool avx2 = false, avx512_vnni = false, avx512_bf16 = false, amx = false;
-  bool neon_dotprod = false;
+  bool neon_dotprod = false, neon_i8mm = false;
 };
 
 #if defined(KT_X86)
@@ -58,6 +58,7 @@ CpuFeatures detect() {
 CpuFeatures detect() {
   CpuFeatures found;
   found.neon_dotprod = getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+  found.neon_i8mm = found.neon_dotprod && (getauxval(AT_HWCAP2) & HWCAP2_I8MM);
   return found;
 }
 
@@ -94,6 +95,11 @@ constexpr Table kNeonDotprod = neon_dotprod_tier::table;
 #else
 constexpr Table kNeonDotprod = nullptr;
 #endif
+#if defined(KT_NEON_I8MM)
+constexpr Table kNeonI8mm = neon_i8mm_tier::table;
+#else
+constexpr Table kNeonI8mm = nullptr;
+#endif
 
 struct Tiers {
   std::vector<const KernelTable*> available;
@@ -117,6 +123,7 @@ Tiers find_tiers() {
   tiers.add("avx512_bf16", cpu.avx512_bf16, kAvx512Bf16);
   tiers.add("amx", cpu.amx, kAmx);
   tiers.add("neon_dotprod", cpu.neon_dotprod, kNeonDotprod);
+  tiers.add("neon_i8mm", cpu.neon_i8mm, kNeonI8mm);
   return tiers;
 }
 

@@ -26,6 +26,9 @@ const KernelTable& table();
 namespace neon_dotprod_tier {
 const KernelTable& table();
 }
+namespace neon_i8mm_tier {
+const KernelTable& table();
+}
 // Slow, for tests: no available tiers, found by name only.
 namespace avx512_bf16_emulated_tier {
 const KernelTable& table();

@@ -18,6 +18,7 @@ _TIERS = {
     "avx512_bf16": "AVX-512",
     "amx": "AMX",
     "neon_dotprod": "NEON",
+    "neon_i8mm": "NEON",
 }
 
 

@@ -70,6 +70,7 @@ class Isa(Enum):
     AVX512_BF16 = "avx512_bf16"
     AMX = "amx"
     NEON_DOTPROD = "neon_dotprod"
+    NEON_I8MM = "neon_i8mm"
     # Slow: kernels over emulated instructions on any machine, for tests; never chosen.
     AVX512_BF16_EMULATED = "avx512_bf16_emulated"
     AMX_EMULATED = "amx_emulated"

@@ -42,7 +42,7 @@ def tiers(output: str) -> dict[str, str]:
 
 def test_neon_has_the_bits_of_scalar(program: Path) -> None:
     found = tiers(run(EMULATOR, "-cpu", "max", program))
-    assert set(found) == {"scalar", "neon_dotprod"}
+    assert set(found) == {"scalar", "neon_dotprod", "neon_i8mm"}
     assert len(set(found.values())) == 1
     assert found["scalar"].endswith(" 0 wrong")
 
