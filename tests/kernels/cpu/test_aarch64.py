@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+EMULATED = ROOT / "build" / "aarch64"  # see tools/aarch64/python.sh
 MISSING = [name for name in ("cmake", COMPILER, EMULATOR) if shutil.which(name) is None]
 
 
@@ -57,3 +58,13 @@ def test_the_bits_are_those_of_x86(program: Path, tmp_path: Path) -> None:
     here, there = (run(*command).splitlines()[-1] for command in ([build(tmp_path)], [EMULATOR, program]))
     assert here.startswith("digest ")
     assert here == there
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(not EMULATED.is_dir(), reason="tools/aarch64/python.sh build/aarch64 was never run")
+def test_the_bundled_model_answers() -> None:
+    """The whole program, with torch, on an emulated processor."""
+    chat = [ROOT / "tools" / "aarch64" / "python.sh", EMULATED, "-m", "ktransformers.cli", "chat", "--temperature", "0"]
+    done = subprocess.run(chat, input="What is 17 + 25?\n", capture_output=True, text=True, check=False)
+    assert "17 + 25 = 42." in done.stdout, done.stderr
