@@ -184,7 +184,6 @@ inline float32x4_t f16_quarter(const uint8_t* p) { return vcvt_f32_f16(vreinterp
 inline vf load_f16(const uint8_t* p) {
   return {f16_quarter(p), f16_quarter(p + 8), f16_quarter(p + 16), f16_quarter(p + 24)};
 }
-// 16 pairs of FP8 codes: the values / 256 of the first and of the second ones, see fp8.inl.
 inline vf halves_to_float(int16x8_t x, int16x8_t y) {
   const int16x8_t mask = vdupq_n_s16(static_cast<int16_t>(0xbf80));
   const float16x8_t low = vreinterpretq_f16_s16(vandq_s16(vshrq_n_s16(x, 1), mask)),
@@ -192,6 +191,7 @@ inline vf halves_to_float(int16x8_t x, int16x8_t y) {
   return {vcvt_f32_f16(vget_low_f16(low)), vcvt_high_f32_f16(low), vcvt_f32_f16(vget_low_f16(high)),
           vcvt_high_f32_f16(high)};
 }
+// 16 pairs of FP8 codes: the values / 256 of the first and of the second ones, see fp8.inl.
 inline void fp8_pair(const uint8_t* p, vf* first, vf* second) {
   const int16x8_t x = vreinterpretq_s16_u8(vld1q_u8(p)), y = vreinterpretq_s16_u8(vld1q_u8(p + 16));
   *first = halves_to_float(vshlq_n_s16(x, 8), vshlq_n_s16(y, 8));
@@ -223,7 +223,7 @@ inline void store_columns16(const uint8_t* const* rows, int64_t at, float* dst) 
 
 // In the order that it is written in, see simd/x86.h. As of an int64, whose addresses reach far.
 inline void prefetch_line(const uint8_t* p) {
-  asm volatile("prfm pldl1keep, %0" : : "Ump"(*reinterpret_cast<const int64_t*>(p)));
+  asm volatile("prfm pldl1keep, %0" : : "m"(*reinterpret_cast<const int64_t*>(p)));
 }
 inline wb load_wb(const uint8_t* p) { return {vld1q_u8(p), vld1q_u8(p + 16), vld1q_u8(p + 32), vld1q_u8(p + 48)}; }
 inline void store_wb(uint8_t* p, wb x) {
