@@ -57,5 +57,5 @@ cp -r ktransformers "$folder/package"
 rm -f "$folder"/package/ktransformers/*.so
 cp "$folder/build/_native.$suffix.so" "$folder/package/ktransformers"
 
-exec env PYTHONHOME="$root/usr" PYTHONDONTWRITEBYTECODE=1 PYTHONPATH="$folder/package:$folder/site" \
+exec env PYTHONSAFEPATH=1 PYTHONHOME="$root/usr" PYTHONDONTWRITEBYTECODE=1 PYTHONPATH="$folder/package:$folder/site" \
     qemu-aarch64 -L "$root" -E LD_LIBRARY_PATH="$root/usr/lib/aarch64-linux-gnu" "$root/usr/bin/python3.$minor" "$@"
