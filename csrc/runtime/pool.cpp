@@ -72,6 +72,14 @@ unsigned set_float_mode(unsigned mode) {
   return old;
 }
 constexpr unsigned kFloatMode = 0x1f80;  // round to nearest, no flushing to zero, all exceptions masked
+#elif defined(__aarch64__)
+unsigned set_float_mode(unsigned mode) {
+  uint64_t old;
+  asm volatile("mrs %0, fpcr" : "=r"(old));
+  if (old != mode) asm volatile("msr fpcr, %0" : : "r"(uint64_t{mode}));
+  return static_cast<unsigned>(old);
+}
+constexpr unsigned kFloatMode = 0;  // the same
 #else
 unsigned set_float_mode(unsigned) { return 0; }
 constexpr unsigned kFloatMode = 0;
@@ -92,6 +100,8 @@ template <class Done> bool spin_until(const Done& done) {
 
 #if defined(KT_X86)
 void cpu_pause() { _mm_pause(); }
+#elif defined(__aarch64__)
+void cpu_pause() { asm volatile("isb" : : : "memory"); }  // waits tens of cycles; `yield` waits none
 #else
 void cpu_pause() { std::this_thread::yield(); }
 #endif

@@ -1,4 +1,5 @@
-// Tier detection by cpuid, and by xgetbv for what the operating system saves on a context switch.
+// Tier detection: on x86 by cpuid, and by xgetbv for what the operating system saves on a context switch; on aarch64 by
+// what Linux says of the processor.
 #include "tiers/isa.h"
 
 #include <stdexcept>
@@ -7,12 +8,18 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
 #endif
 
 namespace kt {
 namespace {
 
-struct CpuFeatures { bool avx2 = false, avx_vnni = false, avx512_vnni = false, avx512_bf16 = false, amx = false; };
+struct CpuFeatures {
+  bool avx2 = false, avx_vnni = false, avx512_vnni = false, avx512_bf16 = false, amx = false;
+  bool neon_dotprod = false, neon_i8mm = false;
+};
 
 #if defined(KT_X86)
 
@@ -49,6 +56,15 @@ CpuFeatures detect() {
   return found;
 }
 
+#elif defined(__aarch64__) && defined(__linux__)
+
+CpuFeatures detect() {
+  CpuFeatures found;
+  found.neon_dotprod = getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+  found.neon_i8mm = found.neon_dotprod && (getauxval(AT_HWCAP2) & HWCAP2_I8MM);
+  return found;
+}
+
 #else
 
 CpuFeatures detect() { return {}; }
@@ -82,6 +98,16 @@ constexpr Table kAmx = amx_tier::table;
 #else
 constexpr Table kAmx = nullptr;
 #endif
+#if defined(KT_NEON_DOTPROD)
+constexpr Table kNeonDotprod = neon_dotprod_tier::table;
+#else
+constexpr Table kNeonDotprod = nullptr;
+#endif
+#if defined(KT_NEON_I8MM)
+constexpr Table kNeonI8mm = neon_i8mm_tier::table;
+#else
+constexpr Table kNeonI8mm = nullptr;
+#endif
 
 struct Tiers {
   std::vector<const KernelTable*> available;
@@ -105,6 +131,8 @@ Tiers find_tiers() {
   tiers.add("avx512_vnni", cpu.avx512_vnni, kAvx512Vnni);
   tiers.add("avx512_bf16", cpu.avx512_bf16, kAvx512Bf16);
   tiers.add("amx", cpu.amx, kAmx);
+  tiers.add("neon_dotprod", cpu.neon_dotprod, kNeonDotprod);
+  tiers.add("neon_i8mm", cpu.neon_i8mm, kNeonI8mm);
   return tiers;
 }
 

@@ -26,6 +26,12 @@ const KernelTable& table();
 namespace amx_tier {
 const KernelTable& table();
 }
+namespace neon_dotprod_tier {
+const KernelTable& table();
+}
+namespace neon_i8mm_tier {
+const KernelTable& table();
+}
 // Slow, for tests: no available tiers, found by name only.
 namespace avx_vnni_emulated_tier {  // needs AVX2
 const KernelTable& table();

@@ -18,9 +18,9 @@ from pathlib import Path
 import msgspec
 
 from ktransformers import __version__
-from ktransformers.config import cpu_name
 from ktransformers.kernels.formats import FORMATS
 from ktransformers.system.cores import cpu_quota
+from ktransformers.system.cpu_names import cpu_name
 from ktransformers.system.user_folders import user_cache_dir
 
 __all__ = [

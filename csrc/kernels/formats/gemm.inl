@@ -237,6 +237,14 @@ template <class F> void stage_q32(const uint8_t* const* rows, int64_t block, int
 }
 
 template <class F, int C> inline void dot32(const uint8_t* w, const int8_t* const* y, const int16_t* sums, vi* isum) {
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+  if constexpr (C % 2 == 0) {
+    matrix_sums<C, 8>(w, y, isum);
+#pragma GCC unroll 16
+    for (int c = 0; c < C && !F::is_signed; ++c) isum[c] = addi(isum[c], set1i(-8 * sums[c]));
+    return;
+  }
+#endif
   if constexpr (F::is_signed) {
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) isum[c] = sdot_init(sums[c]);
@@ -401,12 +409,20 @@ inline void dot256(const QuantStage& st, const int8_t* const* y, const int16_t* 
       else
         u[c] = uacc_zero();
     }
-#pragma GCC unroll kStepUnroll
-    for (int step = 0; step < steps; ++step) {
-      const wb column = load_wb(st.w + 64 * (first + step));
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    if constexpr (C % 2 == 0) {
+      const int8_t* from[C];
 #pragma GCC unroll 16
-      for (int c = 0; c < C; ++c) u[c] = udot(u[c], column, y[c] + 4 * (first + step));
-    }
+      for (int c = 0; c < C; ++c) from[c] = y[c] + 4 * first;
+      matrix_sums<C, steps>(st.w + 64 * first, from, u);
+    } else
+#endif
+#pragma GCC unroll kStepUnroll
+      for (int step = 0; step < steps; ++step) {
+        const wb column = load_wb(st.w + 64 * (first + step));
+#pragma GCC unroll 16
+        for (int c = 0; c < C; ++c) u[c] = udot(u[c], column, y[c] + 4 * (first + step));
+      }
     const vi scale = loadi(st.sc + first / sub_steps * 16);
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) total[c] = flush_scaled(total[c], u[c], scale);

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 
-from ktransformers.config import cpu_name
 from ktransformers.engine.model.threads import settle_torch_threads
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.cpu import WorkerPool, limits
+from ktransformers.system.cpu_names import cpu_name
 from ktransformers.system.user_folders import user_cache_dir
 
 __all__ = ["BandwidthFile", "bandwidths", "measure_gpu", "measure_ram"]

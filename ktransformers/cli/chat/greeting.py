@@ -18,6 +18,8 @@ _TIERS = {
     "avx512_vnni": "AVX-512",
     "avx512_bf16": "AVX-512",
     "amx": "AMX",
+    "neon_dotprod": "NEON",
+    "neon_i8mm": "NEON",
 }
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from ktransformers.cli.doctor.findings import Check, Finding, ok, warning
 from ktransformers.cli.doctor.system import system_checks
-from ktransformers.config import cpu_name
 from ktransformers.system.cores import cpu_quota, physical_cores, usable_cores
+from ktransformers.system.cpu_names import cpu_name
 from ktransformers.system.user_folders import user_cache_dir
 
 __all__ = [

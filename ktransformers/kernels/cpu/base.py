@@ -70,6 +70,8 @@ class Isa(Enum):
     AVX512_VNNI = "avx512_vnni"
     AVX512_BF16 = "avx512_bf16"
     AMX = "amx"
+    NEON_DOTPROD = "neon_dotprod"
+    NEON_I8MM = "neon_i8mm"
     # Slow: kernels over emulated instructions on any machine, for tests; never chosen.
     AVX_VNNI_EMULATED = "avx_vnni_emulated"
     AVX512_BF16_EMULATED = "avx512_bf16_emulated"
