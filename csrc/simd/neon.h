@@ -16,9 +16,9 @@ constexpr bool kNarrowSums = false;
 constexpr uint8_t kSignFlip = 0;
 constexpr int kFloatTokens = 3, kQuantTokens = 4, kPackedTokens = 2, kQueryTokens = 6, kFp8Few = 1, kFp8Staged = 6;
 constexpr int kScanVectors = 1, kScanTokens = 2;
-constexpr int kStepUnroll = 4;    // of loops over the steps of a block
+constexpr int kStepUnroll = 4;                         // of loops over the steps of a block
 template <int C> constexpr bool kHalvesApart = false;  // see products_avx2.h
-constexpr int kPairedTokens = 2;  // see avx512.h
+constexpr int kPairedTokens = 2;                       // see avx512.h
 
 struct vf { float32x4_t a, b, c, d; };
 struct vi { int32x4_t a, b, c, d; };
