@@ -53,7 +53,7 @@ _TRIES = 4
 """Steps with draft tokens of a size, soon after one another, of whose times the least is the first that counts: where
 such steps are rare they find nothing in caches, and what seems slow is not tried again for long."""
 
-_FIRST_LOOKS, _MOST_LOOKS, _SAVED = 8, 32, 0.25
+_FIRST_LOOKS, _MOST_LOOKS, _SAVED = 8, 32, 0.1
 """Looks that a sequence has at first, half of those that the one before it had if nothing was accepted since, and at
 most; and the share of a token's time that an accepted draft token is taken to save, in which as many looks as it brings
 back may take place."""
