@@ -108,16 +108,17 @@ void WorkerPool::FreeDeleter::operator()(void* p) const { std::free(p); }
 
 namespace {
 
-// Calls share(thread, first, end) for every thread.
+// Calls share(thread, first, end) for the first num_threads threads.
 template <class Share>
-void share_out(const int64_t* ends, int num_nodes, const std::vector<ThreadPlace>& places, const Share& share) {
+void share_out(const int64_t* ends, int num_nodes, const std::vector<ThreadPlace>& places, size_t num_threads,
+               const Share& share) {
   // One range of tasks is for all threads, whatever their nodes.
   const auto belongs = [&](size_t thread, int node) { return num_nodes == 1 || places[thread].node == node; };
   int64_t first = 0;
   size_t thread = 0;
   for (int node = 0; node < num_nodes; ++node) {
     size_t last = thread;
-    while (last < places.size() && belongs(last, node)) ++last;
+    while (last < num_threads && belongs(last, node)) ++last;
     const auto count = static_cast<int64_t>(last - thread), tasks = ends[node] - first;
     for (int64_t i = 0; i < count; ++i, ++thread)
       share(thread, first + tasks * i / count, first + tasks * (i + 1) / count);
@@ -130,7 +131,7 @@ void share_out(const int64_t* ends, int num_nodes, const std::vector<ThreadPlace
 std::vector<std::pair<int64_t, int64_t>> share_tasks(const std::vector<int64_t>& ends,
                                                      const std::vector<ThreadPlace>& places) {
   std::vector<std::pair<int64_t, int64_t>> shares;
-  share_out(ends.data(), static_cast<int>(ends.size()), places,
+  share_out(ends.data(), static_cast<int>(ends.size()), places, places.size(),
             [&](size_t, int64_t first, int64_t end) { shares.emplace_back(first, end); });
   return shares;
 }
@@ -162,6 +163,10 @@ std::vector<ThreadPlace> checked(std::vector<ThreadPlace> places) {
     node = place.node;
   }
   if (places.front().node != 0) throw std::invalid_argument("nodes are numbered from 0");
+  const auto first_slow = std::find_if(places.begin(), places.end(), [](const ThreadPlace& p) { return p.is_slow; });
+  const bool is_last = std::all_of(first_slow, places.end(), [](const ThreadPlace& p) { return p.is_slow; });
+  if (first_slow != places.end() && (first_slow == places.begin() || !is_last || node > 0))
+    throw std::invalid_argument("slow threads come behind all others, on a machine of one node");
   if (node >= kMaxNodes) throw std::invalid_argument("there may be " + std::to_string(kMaxNodes) + " nodes at most");
   return places;
 }
@@ -171,6 +176,8 @@ std::vector<ThreadPlace> checked(std::vector<ThreadPlace> places) {
 WorkerPool::WorkerPool(std::vector<ThreadPlace> places, const KernelTable& kernels, int planes)
     : places_(checked(std::move(places))),
       num_threads_(static_cast<int>(places_.size())),
+      num_fast_(static_cast<int>(
+          std::count_if(places_.begin(), places_.end(), [](const ThreadPlace& p) { return !p.is_slow; }))),
       kernels_(kernels),
       planes_(planes),
       owner_pid_(getpid()),
@@ -190,13 +197,15 @@ WorkerPool::~WorkerPool() { close(); }
 
 void WorkerPool::keep_awake(std::chrono::nanoseconds time) { awake_until_.store(steady_ns() + time.count()); }
 
-void WorkerPool::wake() {
-  if (sleepers_.load() == 0) return;
+void WorkerPool::wake() { kinds_[kFast].wake_all(); }
+
+void WorkerPool::ThreadKind::wake_all() {
+  if (sleepers.load() == 0) return;
   {
-    // A worker between its last look at posted_ and awake_until_ and its wait hears the call then.
-    const std::lock_guard<std::mutex> lock(sleep_->mutex);
+    // A worker between its last look at `posted` and awake_until_ and its wait hears the call then.
+    const std::lock_guard<std::mutex> lock(sleep->mutex);
   }
-  sleep_->wake.notify_all();
+  sleep->wake.notify_all();
 }
 
 void WorkerPool::start_profile(int64_t ring_bytes) {
@@ -214,15 +223,16 @@ void WorkerPool::close() {
     // After fork() the threads are not there to be joined; their handles must not be destroyed while joinable.
     new std::vector<std::thread>(std::move(threads_));
     threads_.clear();
-    static_cast<void>(sleep_.release());
+    for (ThreadKind& kind : kinds_) static_cast<void>(kind.sleep.release());
     return;
   }
   const std::lock_guard<std::mutex> lock(call_mutex_);
   closed_ = true;
   stop_.store(true);
-  posted_.fetch_add(1);
-  { const std::lock_guard<std::mutex> sleep_lock(sleep_->mutex); }
-  sleep_->wake.notify_all();
+  for (ThreadKind& kind : kinds_) {
+    kind.posted.fetch_add(1);
+    kind.wake_all();
+  }
   for (std::thread& thread : threads_) thread.join();
   threads_.clear();
   blocks_.clear();
@@ -312,22 +322,28 @@ bool WorkerPool::steal(int thread, size_t kind, int64_t& task) {
   }
 }
 
+void WorkerPool::run_task(const Job& job, size_t kind, int64_t task, int thread, int slowness) {
+  const int64_t began = slowness > 1 ? steady_ns() : 0;
+  try {
+    job.kinds[kind].first(job.kinds[kind].second, task, thread);
+  } catch (...) {
+    const std::lock_guard<std::mutex> lock(error_mutex_);
+    if (!error_) error_ = std::current_exception();
+    is_cancelled_.store(true, std::memory_order_relaxed);
+  }
+  if (slowness == 1) return;
+  for (const int64_t end = began + slowness * (steady_ns() - began); steady_ns() < end;) cpu_pause();
+}
+
 void WorkerPool::work(int thread) {
   const Job job = job_;
   Slot& slot = slots_[static_cast<size_t>(thread)];
   const int64_t began = job.posted_ns == 0 || thread == 0 ? job.posted_ns : steady_ns();
+  const int slowness = slot.slowness.load(std::memory_order_relaxed);
   for (size_t kind = 0; kind < static_cast<size_t>(job.num_kinds); ++kind) {
-    const auto [fn, context] = job.kinds[kind];
     int64_t task = 0;
-    while ((take(slot, kind, task) || steal(thread, kind, task)) && !is_cancelled_.load(std::memory_order_relaxed)) {
-      try {
-        fn(context, task, thread);
-      } catch (...) {
-        const std::lock_guard<std::mutex> lock(error_mutex_);
-        if (!error_) error_ = std::current_exception();
-        is_cancelled_.store(true, std::memory_order_relaxed);
-      }
-    }
+    while ((take(slot, kind, task) || steal(thread, kind, task)) && !is_cancelled_.load(std::memory_order_relaxed))
+      run_task(job, kind, task, thread, slowness);
   }
   if (job.posted_ns == 0) return;
   const auto add = [](std::atomic<int64_t>& sum, int64_t more) {  // nobody else writes
@@ -368,7 +384,9 @@ void WorkerPool::run(const Tasks* kinds, int num_kinds) {
   int64_t count = 0;
   for (int kind = 0; kind < num_kinds; ++kind) count += kinds[kind].count();
   if (count <= 0) return;
-  if (count == 1 || num_threads_ == 1) {
+  const bool has_slow = num_fast_ < num_threads_ && !slow_rest_.load(std::memory_order_relaxed);
+  const int num_threads = has_slow ? num_threads_ : num_fast_;
+  if (count == 1 || num_threads == 1) {
     for (int kind = 0; kind < num_kinds; ++kind) run_alone(kinds[kind]);
     return;
   }
@@ -377,14 +395,19 @@ void WorkerPool::run(const Tasks* kinds, int num_kinds) {
   job_.posted_ns = profile() != nullptr ? steady_ns() : 0;
   for (size_t kind = 0; kind < static_cast<size_t>(num_kinds); ++kind) {
     job_.kinds[kind] = {kinds[kind].fn, kinds[kind].context};
-    share_out(kinds[kind].ends, kinds[kind].num_nodes, places_, [&](size_t thread, int64_t first, int64_t end) {
+    const auto give = [&](size_t thread, int64_t first, int64_t end) {
       slots_[thread].ranges[kind].store(make_range(first, end), std::memory_order_relaxed);
-    });
+    };
+    share_out(kinds[kind].ends, kinds[kind].num_nodes, places_, static_cast<size_t>(num_threads), give);
+    // What a cancelled job left there.
+    for (int thread = num_threads; thread < num_threads_; ++thread) give(static_cast<size_t>(thread), 0, 0);
   }
-  const uint64_t number = posted_.load(std::memory_order_relaxed) + 1;
+  const uint64_t number = kinds_[kFast].posted.load(std::memory_order_relaxed) + 1;
   open_.store(number);
-  posted_.store(number);
-  wake();
+  for (size_t kind = kFast; kind <= (has_slow ? kSlow : kFast); ++kind) {
+    kinds_[kind].posted.store(number);
+    kinds_[kind].wake_all();
+  }
   work(0);
   open_.store(0);
   while (!spin_until([this] { return !any_busy(); })) std::this_thread::yield();
@@ -402,19 +425,21 @@ void WorkerPool::worker_main(int thread) {
   if (bind_to(places_[static_cast<size_t>(thread)].cpus)) num_bound_.fetch_add(1);
   set_float_mode(kFloatMode);
   Slot& slot = slots_[static_cast<size_t>(thread)];
+  ThreadKind& kind = kinds_[thread < num_fast_ ? kFast : kSlow];
   uint64_t seen = 0;
-  const auto posted = [&] { return posted_.load() != seen; };
-  const auto is_kept_awake = [&] { return steady_ns() < awake_until_.load(); };
+  const auto posted = [&] { return kind.posted.load() != seen; };
+  const auto is_kept_awake = [&] { return thread < num_fast_ && steady_ns() < awake_until_.load(); };
   for (;;) {
     while (!spin_until(posted)) {
       if (is_kept_awake()) continue;
-      std::unique_lock<std::mutex> lock(sleep_->mutex);
-      sleepers_.fetch_add(1);
-      sleep_->wake.wait(lock, [&] { return posted() || is_kept_awake(); });
-      sleepers_.fetch_sub(1);
+      std::unique_lock<std::mutex> lock(kind.sleep->mutex);
+      kind.sleepers.fetch_add(1);
+      kind.sleep->wake.wait(lock, [&] { return posted() || is_kept_awake(); });
+      kind.sleepers.fetch_sub(1);
     }
     if (stop_.load()) return;
-    seen = posted_.load();
+    while (slot.is_held.load(std::memory_order_relaxed)) std::this_thread::yield();
+    seen = kind.posted.load();
     slot.is_busy.store(true);
     if (open_.load() != 0) work(thread);
     slot.is_busy.store(false);
