@@ -3,7 +3,8 @@ beside a neighbour.
 
 "ours" hands out tasks as threads come to them. The bound is the work over the sum of speeds, by the time without a slow
 thread; "equal shares" is the time in which a slow thread ends with as many tasks as the others have, which is what a
-split in advance takes. Experts: Qwen3-30B's, in Q4_K and Q6_K; rows are tokens.
+split in advance takes. Experts and heads are Qwen3-30B's, weights Q4_K and Q6_K; rows are tokens, which attend to those
+before them in a sequence of 2,048.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from ktransformers.cli import run_command
 from ktransformers.cli.bench.options import add_threads, check_range, check_threads, numbers
 from ktransformers.cli.parsing.options import set_up_logging
 from ktransformers.errors import ConfigError
-from ktransformers.kernels.cpu import MoeKernel, WorkerPool, linear
+from ktransformers.kernels.attention_call import AttentionCall, RowPages
+from ktransformers.kernels.cpu import MoeKernel, WorkerPool, attention, linear
 from ktransformers.kernels.types import ActivationSpec, ExpertWeights, QuantType
 from ktransformers.operators.linear.packed import pack_experts, pack_matrix
 from ktransformers.system.cores import usable_cores
@@ -33,7 +35,7 @@ from ktransformers.system.cores import usable_cores
 __all__ = ["bench_slow_core", "main"]
 
 _COLUMNS = (
-    Column("kernel", 8),
+    Column("kernel", 10),
     Column("rows", 5),
     Column("times", 5),
     Column("ms", 9, ".3f"),
@@ -43,19 +45,26 @@ _COLUMNS = (
 )
 _TIMES = (2, 4, 8)
 _HIDDEN, _WIDTH, _EXPERTS, _TOP_K = 2048, 768, 32, 8
+_CONTEXT, _PAGE = 2048, 64
 
 
 def _kernels(pool: WorkerPool, rows: Sequence[int]) -> Iterator[tuple[str, int, Callable[[], object]]]:
-    """Calls of a layer of experts and of a matrix, by rows."""
+    """Calls of a layer of experts, of a matrix and of attention, by rows."""
     up, down = random_raw(QuantType.Q4_K, _WIDTH, _HIDDEN), random_raw(QuantType.Q6_K, _HIDDEN, _WIDTH)
     weights = ExpertWeights([up] * _EXPERTS, [up] * _EXPERTS, [down] * _EXPERTS)
     experts = MoeKernel(pack_experts(weights, pool), ActivationSpec(), pool)
     matrix = pack_matrix(random_raw(QuantType.Q4_K, 2 * _HIDDEN, _HIDDEN), pool)
+    cache = torch.randn(_CONTEXT, 4, 128).bfloat16()
+    table = torch.arange(_CONTEXT // _PAGE, dtype=torch.int32)[None]
     for count in rows:
         x, weight = torch.randn(count, _HIDDEN), torch.full((count, _TOP_K), 1 / _TOP_K)
         ids = torch.rand(count, _EXPERTS).argsort(-1)[:, :_TOP_K].contiguous()
         yield "experts", count, partial(experts.forward, x, ids, weight)
         yield "matrix", count, partial(linear, x, matrix, pool)
+        lens = torch.arange(_CONTEXT - count + 1, _CONTEXT + 1)
+        pages = RowPages(table, _PAGE, torch.zeros(count, dtype=torch.int32), lens)
+        call = AttentionCall(torch.randn(count, 32, 128), cache, cache, pages, 0.1)
+        yield "attention", count, partial(attention, call, pool)
 
 
 def bench_slow_core(threads: int, rows: Sequence[int], seconds: float) -> Record:
@@ -84,7 +93,7 @@ def _slow_core(args: argparse.Namespace) -> int:
     threads = args.threads or usable_cores()
     if threads < 2:
         raise ConfigError("--threads must be at least 2: one is slow, and others take what it leaves")
-    measure = partial(bench_slow_core, threads, numbers(args.rows, "rows"), args.seconds)
+    measure = partial(bench_slow_core, threads, numbers(args.rows, "rows", _CONTEXT), args.seconds)
     return print_record("slow_core", args.json, measure)
 
 

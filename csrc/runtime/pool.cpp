@@ -14,6 +14,7 @@
 #include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #if defined(KT_X86)
@@ -76,6 +77,13 @@ constexpr unsigned kFloatMode = 0x1f80;  // round to nearest, no flushing to zer
 unsigned set_float_mode(unsigned) { return 0; }
 constexpr unsigned kFloatMode = 0;
 #endif
+
+// What the calling thread has computed for: a time in which others had its core is not part of it.
+int64_t thread_ns() {
+  timespec time{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec;
+}
 
 template <class Done> bool spin_until(const Done& done) {
   const auto end = std::chrono::steady_clock::now() + kSpinTime;
@@ -197,9 +205,9 @@ WorkerPool::~WorkerPool() { close(); }
 
 void WorkerPool::keep_awake(std::chrono::nanoseconds time) { awake_until_.store(steady_ns() + time.count()); }
 
-void WorkerPool::wake() { kinds_[kFast].wake_all(); }
+void WorkerPool::wake() { groups_[kFast].wake_all(); }
 
-void WorkerPool::ThreadKind::wake_all() {
+void WorkerPool::ThreadGroup::wake_all() {
   if (sleepers.load() == 0) return;
   {
     // A worker between its last look at `posted` and awake_until_ and its wait hears the call then.
@@ -223,15 +231,15 @@ void WorkerPool::close() {
     // After fork() the threads are not there to be joined; their handles must not be destroyed while joinable.
     new std::vector<std::thread>(std::move(threads_));
     threads_.clear();
-    for (ThreadKind& kind : kinds_) static_cast<void>(kind.sleep.release());
+    for (ThreadGroup& group : groups_) static_cast<void>(group.sleep.release());
     return;
   }
   const std::lock_guard<std::mutex> lock(call_mutex_);
   closed_ = true;
   stop_.store(true);
-  for (ThreadKind& kind : kinds_) {
-    kind.posted.fetch_add(1);
-    kind.wake_all();
+  for (ThreadGroup& group : groups_) {
+    group.posted.fetch_add(1);
+    group.wake_all();
   }
   for (std::thread& thread : threads_) thread.join();
   threads_.clear();
@@ -323,7 +331,7 @@ bool WorkerPool::steal(int thread, size_t kind, int64_t& task) {
 }
 
 void WorkerPool::run_task(const Job& job, size_t kind, int64_t task, int thread, int slowness) {
-  const int64_t began = slowness > 1 ? steady_ns() : 0;
+  const int64_t began = slowness > 1 ? thread_ns() : 0;
   try {
     job.kinds[kind].first(job.kinds[kind].second, task, thread);
   } catch (...) {
@@ -332,7 +340,7 @@ void WorkerPool::run_task(const Job& job, size_t kind, int64_t task, int thread,
     is_cancelled_.store(true, std::memory_order_relaxed);
   }
   if (slowness == 1) return;
-  for (const int64_t end = began + slowness * (steady_ns() - began); steady_ns() < end;) cpu_pause();
+  for (const int64_t end = began + slowness * (thread_ns() - began); thread_ns() < end;) cpu_pause();
 }
 
 void WorkerPool::work(int thread) {
@@ -402,11 +410,11 @@ void WorkerPool::run(const Tasks* kinds, int num_kinds) {
     // What a cancelled job left there.
     for (int thread = num_threads; thread < num_threads_; ++thread) give(static_cast<size_t>(thread), 0, 0);
   }
-  const uint64_t number = kinds_[kFast].posted.load(std::memory_order_relaxed) + 1;
+  const uint64_t number = groups_[kFast].posted.load(std::memory_order_relaxed) + 1;
   open_.store(number);
-  for (size_t kind = kFast; kind <= (has_slow ? kSlow : kFast); ++kind) {
-    kinds_[kind].posted.store(number);
-    kinds_[kind].wake_all();
+  for (size_t group = kFast; group <= (has_slow ? kSlow : kFast); ++group) {
+    groups_[group].posted.store(number);
+    groups_[group].wake_all();
   }
   work(0);
   open_.store(0);
@@ -425,72 +433,25 @@ void WorkerPool::worker_main(int thread) {
   if (bind_to(places_[static_cast<size_t>(thread)].cpus)) num_bound_.fetch_add(1);
   set_float_mode(kFloatMode);
   Slot& slot = slots_[static_cast<size_t>(thread)];
-  ThreadKind& kind = kinds_[thread < num_fast_ ? kFast : kSlow];
+  ThreadGroup& group = groups_[thread < num_fast_ ? kFast : kSlow];
   uint64_t seen = 0;
-  const auto posted = [&] { return kind.posted.load() != seen; };
+  const auto posted = [&] { return group.posted.load() != seen; };
   const auto is_kept_awake = [&] { return thread < num_fast_ && steady_ns() < awake_until_.load(); };
   for (;;) {
     while (!spin_until(posted)) {
       if (is_kept_awake()) continue;
-      std::unique_lock<std::mutex> lock(kind.sleep->mutex);
-      kind.sleepers.fetch_add(1);
-      kind.sleep->wake.wait(lock, [&] { return posted() || is_kept_awake(); });
-      kind.sleepers.fetch_sub(1);
+      std::unique_lock<std::mutex> lock(group.sleep->mutex);
+      group.sleepers.fetch_add(1);
+      group.sleep->wake.wait(lock, [&] { return posted() || is_kept_awake(); });
+      group.sleepers.fetch_sub(1);
     }
     if (stop_.load()) return;
     while (slot.is_held.load(std::memory_order_relaxed)) std::this_thread::yield();
-    seen = kind.posted.load();
+    seen = group.posted.load();
     slot.is_busy.store(true);
     if (open_.load() != 0) work(thread);
     slot.is_busy.store(false);
   }
-}
-
-ProfiledOp::ProfiledOp(const WorkerPool::Session& session, Part part, int64_t rows, bool is_own, uint8_t op)
-    : profile_(session.profile()), session_(session) {
-  if (profile_ == nullptr) return;
-  scope_ = profile_scope();
-  if (is_own || scope_.part == Part::Other) {
-    scope_.part = part;
-    scope_.op = op;
-  }
-  rows_ = rows;
-  before_ = session.job_times();
-  begin_ns_ = steady_ns();
-  int64_t& due_ns = profile_due_ns();
-  if (due_ns != 0) wait_ns_ = begin_ns_ - due_ns;
-  due_ns = 0;
-}
-
-void ProfiledOp::write() {
-  const WorkerPool::JobTimes now = session_.job_times();
-  OpRecord record{};
-  record.rows = static_cast<int32_t>(rows_);
-  record.num_threads = static_cast<uint32_t>(session_.num_threads());
-  int64_t duration = steady_ns() - begin_ns_, begin = begin_ns_;
-  const int64_t jobs = now.num_jobs - before_.num_jobs, starts = now.num_starts - before_.num_starts;
-  int64_t busy = now.busy_ns - before_.busy_ns, wait = wait_ns_;
-  if (starts > 0) wait += (now.wait_ns - before_.wait_ns) / starts * jobs;
-  const auto put = [&](Part part, uint8_t op, int64_t bytes, double share) {
-    record.part = static_cast<uint8_t>(part);
-    record.op = op;
-    record.bytes = static_cast<uint64_t>(bytes);
-    record.begin_ns = static_cast<uint64_t>(begin);
-    record.duration_ns = static_cast<uint64_t>(static_cast<double>(duration) * share);
-    record.busy_ns = static_cast<uint64_t>(static_cast<double>(busy) * share);
-    record.wait_ns = static_cast<uint64_t>(static_cast<double>(wait) * share);
-    profile_->write(record, scope_.layer);
-  };
-  record.num_jobs = static_cast<uint32_t>(jobs);
-  if (other_bytes_ == 0) return put(scope_.part, scope_.op, bytes_, 1.0);
-  const double share = static_cast<double>(bytes_) / static_cast<double>(bytes_ + other_bytes_);
-  put(scope_.part, scope_.op, bytes_, share);
-  begin += static_cast<int64_t>(record.duration_ns);
-  duration -= static_cast<int64_t>(record.duration_ns);
-  busy -= static_cast<int64_t>(record.busy_ns);
-  wait -= static_cast<int64_t>(record.wait_ns);
-  record.num_jobs = 0;  // counted with the first
-  put(other_part_, other_op_, other_bytes_, 1.0);
 }
 
 }  // namespace kt

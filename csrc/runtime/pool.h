@@ -86,7 +86,7 @@ class WorkerPool {
   // Slow threads take no part in jobs from now on, or do again. A thread that is late may take tasks of one more job.
   void rest_slow(bool rests) { slow_rest_.store(rests); }
   // Jobs handed to the threads so far; those that the caller did alone do not count.
-  uint64_t num_jobs() const { return kinds_[kFast].posted.load(); }
+  uint64_t num_jobs() const { return groups_[kFast].posted.load(); }
 
   // For tests and benchmarks. A thread's tasks take `times` as long, as on a slow core; and a worker does not begin
   // with jobs, as if the system gave it no core, until it is let go (and before the pool is closed).
@@ -256,15 +256,15 @@ class WorkerPool {
     std::mutex mutex;
     std::condition_variable wake;
   };
-  // Threads of a kind sleep together, so that a job without slow ones leaves them asleep.
+  // Fast threads and slow ones sleep apart, so that a job without slow ones leaves them asleep.
   enum { kFast, kSlow };
-  struct ThreadKind {
+  struct alignas(64) ThreadGroup {
     std::atomic<uint64_t> posted{0};  // number of their last job; a change wakes them
     std::unique_ptr<Sleep> sleep = std::make_unique<Sleep>();
     std::atomic<int> sleepers{0};
     void wake_all();
   };
-  std::array<ThreadKind, 2> kinds_;
+  std::array<ThreadGroup, 2> groups_;
   std::atomic<int64_t> awake_until_{0};  // nanoseconds of the steady clock
 
   std::vector<ThreadTimes> thread_times_;  // one per thread

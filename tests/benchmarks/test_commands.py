@@ -163,7 +163,7 @@ def test_divergences_are_those_of_torch() -> None:
 def test_slow_core(capsys: pytest.CaptureFixture[str]) -> None:
     _, record = run(capsys, "slow_core", "--seconds", "0", "--rows", "2", "--threads", "2")
     assert [(row["kernel"], row["times"]) for row in record["rows"]] == [
-        (kernel, times) for kernel in ("experts", "matrix") for times in (2, 4, 8)
+        (kernel, times) for kernel in ("experts", "matrix", "attention") for times in (2, 4, 8)
     ]
     # The sum of speeds of a thread and of one half as fast is 3/4 of two; with equal shares, 1/2.
     assert record["rows"][0]["equal_ms"] == pytest.approx(1.5 * record["rows"][0]["bound_ms"])
