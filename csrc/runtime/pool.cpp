@@ -445,9 +445,9 @@ void WorkerPool::worker_main(int thread) {
       group.sleep->wake.wait(lock, [&] { return posted() || is_kept_awake(); });
       group.sleepers.fetch_sub(1);
     }
-    if (stop_.load()) return;
     while (slot.is_held.load(std::memory_order_relaxed)) std::this_thread::yield();
     seen = group.posted.load();
+    if (stop_.load()) return;  // behind `seen`: what close() posts later still wakes this thread
     slot.is_busy.store(true);
     if (open_.load() != 0) work(thread);
     slot.is_busy.store(false);
