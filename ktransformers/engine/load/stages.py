@@ -28,7 +28,7 @@ from ktransformers.engine.model.hot_file import HotFile
 from ktransformers.engine.model.mtp import MtpInput
 from ktransformers.engine.model.opened import ModelDescription, OpenedModel, describe_model
 from ktransformers.engine.model.skeleton import restore_buffers
-from ktransformers.engine.model.threads import settle_torch_threads
+from ktransformers.engine.model.threads import settle_slow_threads, settle_torch_threads
 from ktransformers.engine.parallel.ranks.ranks import Ranks, ResolvedPlan
 from ktransformers.engine.plan.attention import find_flash
 from ktransformers.engine.plan.cache_plan import CachePlan
@@ -289,7 +289,9 @@ def _new_pool(num_threads: int, cpu_activations: str) -> WorkerPool:
     crowded = why_crowded(num_threads)
     if crowded is not None:
         logger.warning("%s", crowded)
-    return WorkerPool(num_threads, planes=1 + CPU_ACTIVATIONS.index(cpu_activations))
+    pool = WorkerPool(num_threads, planes=1 + CPU_ACTIVATIONS.index(cpu_activations))
+    settle_slow_threads(pool)
+    return pool
 
 
 def _say_products(plan: Plan, shapes: Sequence[LayerShape], pool: WorkerPool) -> None:
