@@ -54,8 +54,8 @@ def make_weight() -> MakeWeight:
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[list[WorkerPool]]:
-    """One pool per tier and thread count, the scalar tier with one thread first. Products of AVX-VNNI are emulated where
-    the processor has AVX2 without them."""
+    """One pool per tier and thread count, the scalar tier with one thread first. Products of AVX-VNNI are emulated
+    where the processor has AVX2 without them."""
     isas = list(available_isas())
     if Isa.AVX2 in isas and Isa.AVX_VNNI not in isas:
         isas.insert(isas.index(Isa.AVX2), Isa.AVX_VNNI_EMULATED)
