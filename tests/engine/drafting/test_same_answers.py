@@ -22,10 +22,14 @@ from ktransformers.scheduler.drafting.row_costs import RowCosts
 from tests.support.engines.known_drafts import told
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
 from tests.support.models.demo import DEMO_CHECKPOINT
+from tests.support.models.mtp_families import FAMILIES, tiny_family, write_family
 from tests.support.models.mtp_models import tiny_mtp, write_mtp
 from tests.support.models.tiny_models import VOCAB_SIZE, tiny_model, write_safetensors
 
-MODELS = ("qwen3_next", "deepseek_v3", "glm4_moe", "qwen3_5_moe_text")
+MODELS = (
+    *("qwen3_next", "deepseek_v3", "glm4_moe", "qwen3_5_moe_text", "ernie4_5_moe", "nemotron_h", "mimo_v2_flash"),
+    *("step3p7", "exaone_moe", "bailing_hybrid"),
+)
 DRAFTERS = ("ngram", "draft", "mtp")
 PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.0, "logprobs": 2},
@@ -93,13 +97,19 @@ def answers_of(
     return found, accepted
 
 
+def written(model_type: str, folder: Path) -> Path:
+    if model_type in FAMILIES:
+        return write_family(tiny_family(model_type), folder)
+    return write_mtp(tiny_mtp(model_type), folder)
+
+
 @pytest.mark.every(5)
 @pytest.mark.parametrize("speculative", DRAFTERS)
 @pytest.mark.parametrize("model_type", MODELS)
 def test_tiny_models(
     model_type: str, speculative: str, tmp_path: Path, random_cases: Callable[[int, int], int]
 ) -> None:
-    folder, count = write_mtp(tiny_mtp(model_type), tmp_path / "model"), random_cases(16, 200)
+    folder, count = written(model_type, tmp_path / "model"), random_cases(16, 200)
     draft = write_safetensors(tiny_model("qwen3_moe"), tmp_path / "draft")
     rng = random.Random(3)
     with engine_of(folder, "off", draft) as engine:

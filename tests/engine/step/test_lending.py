@@ -179,7 +179,9 @@ def test_blocks_of_a_step_are_steps(model_type: str, tmp_path: Path) -> None:
         recurrent_model(model_type).save_pretrained(tmp_path)
     else:
         write_safetensors(tiny_model(model_type, seed=1), tmp_path)
-    config = EngineConfig(model_path=tmp_path, lend_slots=True, cache_lens=64, cpu_infer=1, self_check=False, use_cuda_graph=False)
+    config = EngineConfig(
+        model_path=tmp_path, lend_slots=True, cache_lens=64, cpu_infer=1, self_check=False, use_cuda_graph=False
+    )
     engine, ids = static_engine(config, hardware=fake_hardware()), prompt(20)
     want = [engine.runner.forward(ids[at : at + 8], at, range(len(ids[at : at + 8]))).clone() for at in (0, 8, 16)]
     engine.runner.steps._pass.block_rows = 8
