@@ -28,7 +28,8 @@ class DryRun:
     """The results of planning a model without loading it.
 
     fit_suggestions: None when the model fits. num_threads: of the worker pool that would run it. threads: what decides
-    where they run, see describe_threads; None when that is nothing worth saying, or --cpu_infer. long_rows: see Planned.
+    where they run, see describe_threads; None when that is nothing worth saying, or --cpu_infer. long_rows: see
+    Planned.
     """
 
     plan: Plan
