@@ -31,6 +31,7 @@ CHOSEN = (
     "offline-qwen3-30b-48layers-4gb-h200",
     "offline-qwen3-30b-48layers-vram-h200",
     HEADLINE_CPU,
+    "model-qwen3-30b-8layers-epyc-avx2",
     HEADLINE_GPU,
     "offline-gpt-oss-20b-24layers-4gb-h200",
     "offline-deepseek-v3-7layers-8gb-h200",
