@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 
+from ktransformers.cache.paged import Lenders
 from ktransformers.config import EngineConfig
 from ktransformers.core import Progress
 from ktransformers.engine.damage.scan import DamageScan
@@ -24,6 +25,7 @@ from ktransformers.engine.load.stages import (
     open_part,
     plan_part,
 )
+from ktransformers.engine.model.assistant import lenders_of
 from ktransformers.engine.model.mtp import MtpInput
 from ktransformers.engine.model.opened import OpenedModel, open_model
 from ktransformers.engine.parallel.ranks.driver import Driver, made_of
@@ -162,11 +164,18 @@ def _load_drafter(draft: PlannedDraft, target: CapturedModel, progress: Progress
     longest = draft.opened.facts.longest_sequence(num_slots)
     limits = DraftLimits(built.config.chunk_size, longest, target.model.vocab_size)
     made: DraftForward
+    keeps_prefixes = target.config.prefix_cache and not draft.opened.facts.is_borrowing
     if isinstance(entry, MtpInput):
-        made = MtpForward(runner, built.cache, limits, entry, built.forward, target.forward)
+        passes, is_fixed = (built.forward, target.forward), draft.opened.facts.is_borrowing
+        made = MtpForward(runner, built.cache, limits, entry, *passes, is_fixed=is_fixed)
     else:
         made = DraftModelForward(runner, built.cache, limits)
-    return ModelDrafter(made, pool, keeps_prefixes=target.config.prefix_cache)
+    return ModelDrafter(made, pool, keeps_prefixes=keeps_prefixes)
+
+
+def _lenders(draft: OpenedModel, target: CapturedModel) -> Lenders | None:
+    """The layers of the target whose keys and values a draft model attends to; None for one that has its own."""
+    return Lenders(target.cache, lenders_of(draft.facts, target.facts)) if draft.facts.is_borrowing else None
 
 
 def _take_head(loaded: LoadedWeights, target: CapturedModel) -> str | None:
@@ -211,7 +220,7 @@ def _build(
         planned = plan_part(part, cache_plan, stats or ExpertStats(), undo, shared)
         loaded = load_weights(planned, progress)
         why_eager = None if target is None else _take_head(loaded, target)
-        arranged = arrange_model(loaded)
+        arranged = arrange_model(loaded, None if target is None else _lenders(opened, target))
         captured = capture_steps(arranged, progress, why_eager)
         undo.pop_all()
     return captured

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from ktransformers.cache.paged import LayerShape, PagedCache, check_page_size
+from ktransformers.cache.paged import LayerShape, Lenders, PagedCache, check_page_size
 from ktransformers.config import CPU_ACTIVATIONS, EngineConfig, why_crowded
 from ktransformers.core import Progress
 from ktransformers.engine.load.arrange import arrange_layers, hand_contexts_to_recurrent
@@ -46,6 +46,7 @@ from ktransformers.engine.step.layout import (
     settle_buffers,
 )
 from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.models.facts import ModelFacts
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.rope import settle_rotations
 from ktransformers.operators.base import ExpertStats
@@ -150,10 +151,11 @@ class ArrangedModel:
 
 @dataclass(frozen=True, slots=True)
 class CapturedModel:
-    """A model that is ready for steps. config: as everything was resolved. why_drafts_eager: see
+    """A model that is ready for steps. config: as everything was resolved. facts: its own. why_drafts_eager: see
     StepGraphs. draft: the plan of the model that drafts for it, which is loaded next."""
 
     config: EngineConfig
+    facts: ModelFacts
     plan: Plan
     model: ModelDescription
     forward: ForwardPass
@@ -216,18 +218,19 @@ def load_weights(planned_part: PlannedPart, progress: Progress | None) -> Loaded
     return LoadedWeights(planned_part, layout, flash, hot)
 
 
-def arrange_model(loaded: LoadedWeights) -> ArrangedModel:
-    """Run one step, refuse what cannot be right, put layers together, and make the cache. Raises UnsupportedError."""
+def arrange_model(loaded: LoadedWeights, lenders: Lenders | None = None) -> ArrangedModel:
+    """Run one step, refuse what cannot be right, put layers together, and make the cache. lenders: of what layers
+    attend to that have no keys and values of their own. Raises UnsupportedError."""
     planned_part, opened, pool = loaded.planned_part, loaded.opened, loaded.pool
     arrange_layers(loaded)
     planned = planned_part.planned
-    cache = planned_part.cache_plan.make(planned.shapes, planned.num_slots, planned.num_states)
+    cache = planned_part.cache_plan.make(planned.shapes, planned.num_slots, planned.num_states, lenders)
     identified = identify(opened, loaded.plan, cache, pool)
     loaded.hot.begin(HotFile(identified.sampled.digests))
     forward = ForwardPass(opened.model, pool, loaded.layout)
     if loaded.layout.is_cpu and opened.config.pipeline == 1:
         forward.short = find_fused_decode(opened.model, planned.shapes, pool, loaded.longest)
-    if opened.config.drafter == "mtp":
+    if any(isinstance(one.model.get_input_embeddings(), MtpInput) for one in (opened, opened.draft) if one is not None):
         forward.last_hidden = LastHiddenHook(opened.model)
     return ArrangedModel(loaded, cache, identified, forward)
 
@@ -259,6 +262,7 @@ def capture_steps(arranged: ArrangedModel, progress: Progress | None, why_eager:
     why_drafts_eager = graphs.why_drafts_are_eager(decode)
     return CapturedModel(
         config,
+        loaded.opened.facts,
         plan,
         part.model,
         arranged.forward,

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "INPUT_NORMS",
+    "LAYER",
+    "OUTPUT_PROJECTION",
     "PROJECTION",
     "MtpInput",
     "MtpNames",
@@ -42,8 +44,9 @@ __all__ = [
 ]
 
 LAYER = "model.layers.0"
-INPUT_NORMS, PROJECTION = ("enorm", "hnorm"), "eh_proj"
-"""Children that the decoder layer has besides its own until they are loaded: what makes its input."""
+INPUT_NORMS, PROJECTION, OUTPUT_PROJECTION = ("enorm", "hnorm"), "eh_proj", "post_projection"
+"""Children that the first decoder layer has besides its own until they are loaded: what makes its input, and hidden
+states of the target's width of its output where that has another one."""
 
 _EXPERTS = re.compile(r"\.experts\.|ffn_(gate|up|down|gate_up)_exps\.")
 
@@ -136,12 +139,13 @@ class MtpInput(Placeholder):
     taken. Steps that are replayed read hidden states from memory of their own, see `reserve`.
     """
 
-    def __init__(self, layer: nn.Module, hidden_size: int):
-        """layer: has what projects the rows as children, by the names in INPUT_NORMS and PROJECTION, until
+    def __init__(self, layer: nn.Module, hidden_size: int, parts: Sequence[str] = (*INPUT_NORMS, PROJECTION)):
+        """hidden_size: of the target. layer: has what projects the rows as children, by these names, until
         `take_parts`."""
         super().__init__()
         self.weight = torch.empty(1, hidden_size, device="meta")  # whose width others ask for
         self._layer, self._source = (layer,), tuple[nn.Module, ...]()  # not its children
+        self._parts = tuple(parts)
         self._num_reserved = 0
         self._reserved: torch.Tensor | None = None  # [num_reserved, H]
         self._latest: torch.Tensor | None = None  # of a step of more rows
@@ -160,7 +164,7 @@ class MtpInput(Placeholder):
         """Make what projects the rows, placed and loaded as the layer's, children of this module: the layer is then one
         of the usual arrangement."""
         (layer,) = self._layer
-        for name in (*INPUT_NORMS, PROJECTION):
+        for name in self._parts:
             self.add_module(name, layer.get_submodule(name))
             delattr(layer, name)
 
@@ -180,6 +184,13 @@ class MtpInput(Placeholder):
         else:
             self._reserved[:num_rows].copy_(hidden_states[0])
 
+    def returned(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return what stands for the target's hidden states [N, H] behind rows of the layer's own output."""
+        if OUTPUT_PROJECTION not in self._parts:
+            return hidden_states
+        projected: torch.Tensor = getattr(self, OUTPUT_PROJECTION)(hidden_states[None])[0]
+        return projected
+
     def project(self, embedded: torch.Tensor) -> torch.Tensor:
         """Return the decoder layer's input, [1, T, H], of the tokens' embeddings [1, T, H]."""
         num_rows, width = embedded.shape[1:]
@@ -188,8 +199,9 @@ class MtpInput(Placeholder):
             made = torch.randn(num_rows, width, generator=torch.Generator().manual_seed(0))
             given = made.to(embedded.device, embedded.dtype)
         hidden_states = given[None, :num_rows]
-        parts = zip(INPUT_NORMS, (embedded, hidden_states), strict=True)
-        normed = [getattr(self, name)(part) for name, part in parts]
+        normed = [embedded, hidden_states]
+        if INPUT_NORMS[0] in self._parts:
+            normed = [getattr(self, name)(part) for name, part in zip(INPUT_NORMS, normed, strict=True)]
         projected: torch.Tensor = getattr(self, PROJECTION)(torch.cat(normed, dim=-1))
         return projected
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktransformers.config import EngineConfig
+from ktransformers.engine.model.assistant import assistant_config, assistant_names, build_assistant, is_assistant
 from ktransformers.engine.model.card import ModelCard, card_of
 from ktransformers.engine.model.config_checks import check_layers, check_parameters
 from ktransformers.engine.model.draft_model import check_same_tokens, draft_config, mtp_layer_config
@@ -100,13 +101,17 @@ class OpenedModel:
     draft: OpenedModel | None = None
 
 
-def open_model(config: EngineConfig) -> OpenedModel:
-    """Open a model's files and build its skeleton. Reads headers only. Raises ConfigError or WeightError."""
+def open_model(config: EngineConfig, target: OpenedModel | None = None) -> OpenedModel:
+    """Open a model's files and build its skeleton. Reads headers only. Raises ConfigError or WeightError. target: the
+    model that it is to draft for; None: it is to run alone."""
     config = config.resolved()
     path, kind = _weights_of(config)
     gguf = open_gguf(path) if kind == "gguf" else None
     whole = _hf_config(config, gguf, path)
     stored = None if gguf is not None else open_safetensors(path)
+    if target is not None and is_assistant(whole):
+        assert stored is not None, "a GGUF's config is none of an assistant"
+        return _open_assistant(replace(config, self_check=False), whole, stored, target)
     tensors = (gguf or stored).tensors  # type: ignore[union-attr]
     shapes = [tensor.shape for tensor in tensors.values()]
     hf_config = take_text_config(whole, tensors.keys())
@@ -131,7 +136,7 @@ def open_model(config: EngineConfig) -> OpenedModel:
         config, model.config, facts, gguf, model, source, tuple(files), states, nbytes, has_head=has_head
     )
     if config.drafter == "draft":
-        return replace(opened, draft=_open_draft(config))
+        return replace(opened, draft=_open_draft(opened))
     return replace(opened, draft=_open_mtp(opened, stored)) if config.drafter == "mtp" else opened
 
 
@@ -165,11 +170,25 @@ def _open_mtp(target: OpenedModel, stored: SafetensorsModel | None) -> OpenedMod
     return replace(target, config=config, hf_config=model.config, facts=facts, gguf=gguf, model=model, source=source)
 
 
-def _open_draft(config: EngineConfig) -> OpenedModel:
+def _open_assistant(
+    config: EngineConfig, whole: PretrainedConfig, stored: SafetensorsModel, target: OpenedModel
+) -> OpenedModel:
+    """An assistant of Gemma 4, as the model that drafts. Raises UnsupportedError for another target than its own."""
+    hf_config = assistant_config(whole)
+    facts = ModelFacts.of(hf_config)
+    model = build_assistant(whole, hf_config, facts, target.facts)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    source = SafetensorsSource(renamed_tensors(stored, assistant_names(stored.tensors, whole)), facts, shapes)
+    files = tuple(file.path for file in stored.files)
+    return OpenedModel(config, model.config, facts, None, model, source, files, _states(config, files))
+
+
+def _open_draft(target: OpenedModel) -> OpenedModel:
     """The model that drafts. Raises as `open_model`, and UnsupportedError for one that cannot."""
+    config = target.config
     assert config.draft_model is not None
     try:
-        opened = open_model(draft_config(config))
+        opened = open_model(draft_config(config), target)
     except (ConfigError, WeightError) as error:
         kind = UnsupportedError if isinstance(error, UnsupportedError) else ConfigError
         raise kind(f"--draft_model {config.draft_model}: {error}") from error
@@ -276,7 +295,9 @@ def describe_model(opened: OpenedModel) -> ModelDescription:
     """Describe an opened model by its facts, its tokenizer loaded. Raises ConfigError."""
     tokenizer, defaults = _load_tokenizer(opened), _generation_defaults(opened)
     if opened.draft is not None and opened.config.draft_model is not None:
-        check_same_tokens(tokenizer, _load_tokenizer(opened.draft), str(opened.config.draft_model))
+        theirs = _load_tokenizer(opened.draft)
+        if theirs.has_vocabulary or not opened.draft.facts.is_borrowing:  # else widths and layers say whose it is
+            check_same_tokens(tokenizer, theirs, str(opened.config.draft_model))
     facts = opened.facts
     return ModelDescription(
         tokenizer=tokenizer,

@@ -1,0 +1,96 @@
+"""Tiny random models of Gemma 4 with an assistant that drafts for them, and what transformers says that it drafts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedModel
+from transformers.models.gemma4_assistant.modeling_gemma4_assistant import Gemma4AssistantForCausalLM
+
+from tests.support.models.attention_families import config_of
+from tests.support.models.tiny_models import VOCAB_SIZE, WINDOW, fill_randomly, random_model, write_safetensors
+
+__all__ = ["TARGETS", "TinyAssistant", "tiny_assistant", "write_assistant"]
+
+TARGETS = ("gemma4", "gemma4-shared", "gemma4-moe")
+KINDS = ("sliding_attention", "full_attention")
+NUM_CENTROIDS = 20
+
+
+@dataclass
+class TinyAssistant:
+    """main: the target. assistant: its own. Both are in fp32."""
+
+    main: PreTrainedModel
+    assistant: Any
+
+    @torch.no_grad()
+    def drafts(self, token_ids: list[int], count: int) -> list[torch.Tensor]:
+        """Logits [V] of the next tokens but one, ..., each behind the likeliest one before: of a sequence whose last
+        token the target has sampled and not computed. Layers with a window get what a step of one token leaves of it:
+        as many keys as the window has."""
+        base: Any = self.main.base_model
+        cache = DynamicCache(config=self.main.config)
+        if token_ids[:-2]:
+            base(torch.tensor([token_ids[:-2]]), cache=cache, use_cache=True)
+        output = base(torch.tensor([token_ids[-2:-1]]), cache=cache, use_cache=True, return_shared_kv_states=True)
+        kept = {kind: output.shared_kv_states[kind] for kind in KINDS}
+        hidden, token, found = output.last_hidden_state, torch.tensor([token_ids[-1:]]), list[torch.Tensor]()
+        positions = torch.tensor([[len(token_ids) - 1]])
+        for _ in range(count):
+            inputs = torch.cat([base.get_input_embeddings()(token), hidden], dim=-1)
+            made = self.assistant(inputs_embeds=inputs, position_ids=positions, shared_kv_states=kept)
+            found.append(made.logits[0, -1])
+            hidden, token = made.last_hidden_state, made.logits[:, -1].argmax(-1)[:, None]
+        return found
+
+
+def tiny_assistant(name: str, seed: int = 0, *, is_ordered: bool = False, **values: object) -> TinyAssistant:
+    """One of TARGETS with an assistant of three layers. is_ordered: that this scores tokens by clusters. values: of the
+    assistant's config."""
+    main = random_model(config_of(name), seed)
+    theirs: Any = main.config
+    sliding, full = (theirs.per_layer_config[theirs.layer_types.index(kind)] for kind in KINDS)
+    text = CONFIG_MAPPING["gemma4_text"](
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        layer_types=[KINDS[0], *KINDS],
+        num_attention_heads=theirs.num_attention_heads,
+        num_key_value_heads=sliding.num_key_value_heads,
+        num_global_key_value_heads=full.num_key_value_heads if theirs.attention_k_eq_v else None,
+        attention_k_eq_v=theirs.attention_k_eq_v,
+        head_dim=sliding.head_dim,
+        global_head_dim=full.head_dim,
+        sliding_window=WINDOW,
+        vocab_size=VOCAB_SIZE,
+        vocab_size_per_layer_input=0,
+        hidden_size_per_layer_input=0,
+        max_position_embeddings=512,
+        rope_parameters=theirs.rope_parameters,
+        num_kv_shared_layers=3,
+    )
+    whole: Any = CONFIG_MAPPING["gemma4_assistant"](
+        **{
+            "text_config": text,
+            "backbone_hidden_size": theirs.hidden_size,
+            "use_ordered_embeddings": is_ordered,
+            "num_centroids": NUM_CENTROIDS,
+            "centroid_intermediate_top_k": 6,
+        }
+        | values
+    )
+    assistant: Any = Gemma4AssistantForCausalLM._from_config(whole, attn_implementation="eager").float()
+    fill_randomly(assistant, seed + 1)
+    if is_ordered:
+        order = torch.randperm(VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
+        assistant.masked_embedding.token_ordering.copy_(order)
+    return TinyAssistant(main, assistant.eval())
+
+
+def write_assistant(tiny: TinyAssistant, folder: Path) -> tuple[Path, Path]:
+    """Write both as checkpoints: the target's folder and the assistant's."""
+    return write_safetensors(tiny.main, folder / "target"), write_safetensors(tiny.assistant, folder / "assistant")
