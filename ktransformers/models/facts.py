@@ -93,8 +93,8 @@ class LayerFacts:
     all.
 
     head_dim, v_head_dim: of a key and of a value, as the attention function gets them.
-    shares: the earlier layer whose keys and values it attends to, None for its own. is_borrowing: it attends to those of
-    another model, for which it drafts.
+    shares: the earlier layer whose keys and values it attends to, None for its own.
+    is_borrowing: it attends to those of another model, for which it drafts.
     """
 
     kind: LayerKind

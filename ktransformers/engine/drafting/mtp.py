@@ -2,8 +2,8 @@
 engine/model/assistant.py.
 
 Its embedding and its head are the target's modules, an assistant's embedding alone: none is in memory twice. Both stand
-in its model, so that a step takes tokens and ends in logits, as any model's; hidden states are put where it reads them before it runs. On a GPU
-those of the target's last layer stay there.
+in its model, so that a step takes tokens and ends in logits, as any model's; hidden states are put where it reads them
+before it runs. On a GPU those of the target's last layer stay there.
 """
 
 from __future__ import annotations

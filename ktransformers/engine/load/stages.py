@@ -138,6 +138,13 @@ class LoadedWeights:
     def longest(self) -> int:
         return self.planned_part.longest
 
+    @property
+    def drafts_of_hidden_states(self) -> bool:
+        """Whether the model drafts from hidden states, or one drafts from its own."""
+        draft = self.opened.draft
+        is_taken = draft is not None and isinstance(draft.model.get_input_embeddings(), MtpInput)
+        return self.layout.mtp is not None or is_taken
+
 
 @dataclass(frozen=True, slots=True)
 class ArrangedModel:
@@ -230,7 +237,7 @@ def arrange_model(loaded: LoadedWeights, lenders: Lenders | None = None) -> Arra
     forward = ForwardPass(opened.model, pool, loaded.layout)
     if loaded.layout.is_cpu and opened.config.pipeline == 1:
         forward.short = find_fused_decode(opened.model, planned.shapes, pool, loaded.longest)
-    if any(isinstance(one.model.get_input_embeddings(), MtpInput) for one in (opened, opened.draft) if one is not None):
+    if loaded.drafts_of_hidden_states:
         forward.last_hidden = LastHiddenHook(opened.model)
     return ArrangedModel(loaded, cache, identified, forward)
 

@@ -151,4 +151,5 @@ def build_assistant(
             sizes = hidden_size, facts.vocab_size, whole.num_centroids, whole.centroid_intermediate_top_k
             model.lm_head = OrderedHead(*sizes)
     model.model.embed_tokens = MtpInput(layer, width, (PROJECTION, OUTPUT_PROJECTION))
-    return model.eval()  # type: ignore[no-any-return]
+    made: PreTrainedModel = model.eval()
+    return made

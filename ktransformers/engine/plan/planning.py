@@ -14,6 +14,7 @@ import torch
 from ktransformers.cache.paged import LayerShape, PagedCache, state_shapes
 from ktransformers.cache.state import StateCache
 from ktransformers.config import EngineConfig, hot_slots
+from ktransformers.engine.model.assistant import lenders_of
 from ktransformers.engine.model.fingerprint import ModelDigests
 from ktransformers.engine.model.hot_file import HotFile
 from ktransformers.engine.model.opened import OpenedModel
@@ -25,7 +26,7 @@ from ktransformers.engine.plan.tier_plan import tier_bytes
 from ktransformers.engine.step.cuda_graphs import CudaGraphs, GraphBackend
 from ktransformers.engine.step.expert_streaming import PrefillTools, cuda_tools
 from ktransformers.engine.step.graph_sizes import DRAFT_ROWS, GRAPH_ROWS, largest_graph
-from ktransformers.errors import ConfigError
+from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.registry import default_optimize_rules, ignorable_tensors
@@ -327,7 +328,7 @@ class Planner:
 
     def _planned_draft(self, target: Planned, hardware: Hardware) -> PlannedDraft | None:
         """Plan the model that drafts, beside what the target holds so far: on the GPU of its last layer if that has
-        room, else on the CPU."""
+        room, else on the CPU. One that attends to the target's keys and values goes nowhere else than these."""
         draft = self.opened.draft
         if draft is None:
             return None
@@ -338,6 +339,8 @@ class Planner:
         planner = Planner(draft, None, cache_plan, is_draft=True, _rules=self._draft_rules)
         hardware = replace(hardware, devices=Devices(hardware.devices.gpu))  # with work space of their own
         plan, last = target.plan, target.layer_devices[-1:]
+        if draft.facts.is_borrowing:
+            self._check_lenders(draft, target)
         if last and last[0].is_gpu:
             name = last[0].name
             left = max(plan.capacity[name] - plan.total_bytes[name], 0)
@@ -348,8 +351,22 @@ class Planner:
                 planned = planner._whole(beside, {})
                 if planned.plan.misfit() is None:
                     return PlannedDraft(draft, cache_plan, beside, planned)
+            if draft.facts.is_borrowing:  # then both do not fit
+                return PlannedDraft(draft, cache_plan, beside, planned)
         cpu = hardware.without_gpus()
         return PlannedDraft(draft, cache_plan, cpu, planner._whole(cpu, {}))
+
+    def _check_lenders(self, draft: OpenedModel, target: Planned) -> None:
+        """Raise UnsupportedError where what the model that drafts attends to is not on the device of the last layer."""
+        last = target.layer_devices[-1].name if target.layer_devices else "cpu"
+        for layer in sorted(set(lenders_of(draft.facts, self.opened.facts).values())):
+            place = target.shapes[layer].place
+            if place != last:
+                raise UnsupportedError(
+                    f"--draft_model {self.opened.config.draft_model} attends to keys and values of layer {layer}, on "
+                    f"{place}, and the last layer is on {last}: load the model on one device, or take --speculative "
+                    "ngram"
+                )
 
     def _fill(self, plan: Plan) -> tuple[Filling, tuple[HotSlots, ...]]:
         """What goes to the room that a plan leaves on GPUs: slots for the experts of all layers, and whole layers.

@@ -26,6 +26,7 @@ from tests.support.engines.drafter_steps import DrafterSteps, draft_in_every_ste
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
 from tests.support.gguf.writer import write_gguf
+from tests.support.models.assistant_models import tiny_assistant, write_assistant
 from tests.support.models.mtp_models import tiny_mtp, write_mtp
 from tests.support.models.tiny_models import VOCAB_SIZE, tiny_model
 
@@ -226,3 +227,21 @@ def test_tokens_of_several_sequences_share_steps(
     lengths: list[int], most: int, steps: list[list[tuple[int, int, int]]]
 ) -> None:
     assert _packed(lengths, most) == steps
+
+
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_an_assistant_on_a_gpu(is_ordered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the keys and values that it reads."""
+    folder, assistant = write_assistant(tiny_assistant("gemma4-shared", is_ordered=is_ordered), tmp_path)
+    graphs = FakeGraphs()
+    with engine_of(folder, fake_hardware(), speculative="off") as engine:
+        plain = answers_of(engine)[0]
+    hardware = fake_hardware(graphs=graphs, draft_rows=DRAFT_ROWS, graph_rows=(64,))
+    with engine_of(folder, hardware, draft_model=assistant) as engine:
+        assert places_of(engine) == {"cuda:0"}
+        steps = DrafterSteps(engine, lambda: graphs.replays, monkeypatch)
+        answers, num_drafted, _ = answers_of(engine)
+    assert answers == plain
+    assert num_drafted > 20
+    assert all(replayed for _, replayed, _ in steps.seen)
+    assert steps.num_held > 10
