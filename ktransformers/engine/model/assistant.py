@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,17 +22,37 @@ from typing_extensions import override
 
 from ktransformers.engine.model.mtp import LAYER, OUTPUT_PROJECTION, PROJECTION, MtpInput
 from ktransformers.engine.model.skeleton import build_skeleton
-from ktransformers.errors import UnsupportedError
+from ktransformers.errors import FormatError, UnsupportedError
 from ktransformers.models.composite import text_config_of
 from ktransformers.models.facts import LayerFacts, ModelFacts
+from ktransformers.weights.gguf.file import GGUFModel
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["assistant_config", "assistant_names", "build_assistant", "is_assistant", "lenders_of"]
+__all__ = [
+    "GGUF_ARCH",
+    "as_gemma4",
+    "assistant_config",
+    "assistant_gguf_names",
+    "assistant_names",
+    "build_assistant",
+    "config_of_assistant",
+    "is_assistant",
+    "lenders_of",
+]
 
 _TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 _TARGET_TYPES = ("gemma4_text", "gemma4_unified_text")
+
+GGUF_ARCH = "gemma4-assistant"
+"""What llama.cpp's converter calls it. Its files leave the clusters of tokens out, and score all of them."""
+
+_WIDTH, _BLOCKS = "embedding_length_out", "nextn_predict_layers"
+_GGUF_RENAMED = {
+    "nextn.pre_projection.weight": "blk.0.nextn.eh_proj.weight",
+    "nextn.post_projection.weight": "blk.0.nextn.post_projection.weight",
+}
 
 _HEAD, _TABLE = "lm_head", "lm_head.table"
 _RENAMED = {
@@ -63,6 +84,37 @@ def assistant_names(stored: Iterable[str], whole: PretrainedConfig) -> dict[str,
         prefix = next((one for one in renames if name.startswith(one)), None)
         found[name] = name if prefix is None else renames[prefix] + name.removeprefix(prefix)
     return {name: renamed for name, renamed in found.items() if renamed != "model.embed_tokens.weight"}
+
+
+def as_gemma4(model: GGUFModel) -> GGUFModel:
+    """Return an assistant's GGUF with the metadata of a Gemma 4, of which it has the layers."""
+    kept = {name: value for name, value in model.metadata.items() if not name.endswith((_WIDTH, _BLOCKS))}
+    metadata = {name.replace(f"{GGUF_ARCH}.", "gemma4.", 1): value for name, value in kept.items()}
+    metadata["general.architecture"] = "gemma4"
+    return GGUFModel([replace(file, metadata=metadata) for file in model.files])
+
+
+def config_of_assistant(model: GGUFModel, text: PretrainedConfig) -> PretrainedConfig:
+    """Return the config of an assistant's GGUF. text: of its decoder. Raises FormatError."""
+    from transformers import CONFIG_MAPPING
+
+    width = model.metadata.get(f"{GGUF_ARCH}.{_WIDTH}")
+    if not isinstance(width, int) or width < 1:
+        raise FormatError(f"the GGUF file's {GGUF_ARCH}.{_WIDTH} is {width!r:.40}, not the width of its target")
+    text.vocab_size_per_layer_input = 0
+    try:
+        made: PretrainedConfig = CONFIG_MAPPING[_TYPES[0]](text_config=text, backbone_hidden_size=width)
+    except Exception as error:  # whatever a config class does with values that do not fit each other
+        raise FormatError(f"the GGUF file's metadata make no valid assistant: {error!s:.200}") from error
+    return made
+
+
+def assistant_gguf_names(stored: Iterable[str]) -> dict[str, str]:
+    """Return {stored name: name in a GGUF of the model of `build_assistant`}."""
+    names, table = set(stored), "token_embd.weight"
+    renames = {**_GGUF_RENAMED, table: "output.weight"}
+    is_apart = renames[table] in names
+    return {name: renames.get(name, name) for name in names if name != table or not is_apart}
 
 
 def lenders_of(assistant: ModelFacts, target: ModelFacts) -> dict[int, int]:

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.model.assistant import assistant_config, assistant_names, build_assistant, is_assistant
+from ktransformers.engine.model.assistant import (
+    GGUF_ARCH,
+    as_gemma4,
+    assistant_config,
+    assistant_gguf_names,
+    assistant_names,
+    build_assistant,
+    config_of_assistant,
+    is_assistant,
+)
 from ktransformers.engine.model.card import ModelCard, card_of
 from ktransformers.engine.model.config_checks import check_layers, check_parameters
 from ktransformers.engine.model.draft_model import check_same_tokens, draft_config, mtp_layer_config
@@ -110,8 +119,7 @@ def open_model(config: EngineConfig, target: OpenedModel | None = None) -> Opene
     whole = _hf_config(config, gguf, path)
     stored = None if gguf is not None else open_safetensors(path)
     if target is not None and is_assistant(whole):
-        assert stored is not None, "a GGUF's config is none of an assistant"
-        return _open_assistant(replace(config, self_check=False), whole, stored, target)
+        return _open_assistant(replace(config, self_check=False), whole, gguf or stored, target)
     tensors = (gguf or stored).tensors  # type: ignore[union-attr]
     shapes = [tensor.shape for tensor in tensors.values()]
     hf_config = take_text_config(whole, tensors.keys())
@@ -171,16 +179,22 @@ def _open_mtp(target: OpenedModel, stored: SafetensorsModel | None) -> OpenedMod
 
 
 def _open_assistant(
-    config: EngineConfig, whole: PretrainedConfig, stored: SafetensorsModel, target: OpenedModel
+    config: EngineConfig, whole: PretrainedConfig, stored: GGUFModel | SafetensorsModel | None, target: OpenedModel
 ) -> OpenedModel:
     """An assistant of Gemma 4, as the model that drafts. Raises UnsupportedError for another target than its own."""
     hf_config = assistant_config(whole)
     facts = ModelFacts.of(hf_config)
     model = build_assistant(whole, hf_config, facts, target.facts)
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    source = SafetensorsSource(renamed_tensors(stored, assistant_names(stored.tensors, whole)), facts, shapes)
-    files = tuple(file.path for file in stored.files)
-    return OpenedModel(config, model.config, facts, None, model, source, files, _states(config, files))
+    assert stored is not None
+    files, gguf = tuple(file.path for file in stored.files), None
+    source: WeightSource
+    if isinstance(stored, GGUFModel):
+        gguf = renamed_gguf(as_gemma4(stored), assistant_gguf_names(stored.tensors))
+        source = GGUFSource(gguf, facts)
+    else:
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        source = SafetensorsSource(renamed_tensors(stored, assistant_names(stored.tensors, whole)), facts, shapes)
+    return OpenedModel(config, model.config, facts, gguf, model, source, files, _states(config, files))
 
 
 def _open_draft(target: OpenedModel) -> OpenedModel:
@@ -273,6 +287,8 @@ def _facts_of(hf_config: PretrainedConfig, trust_remote_code: bool = False) -> M
 
 def config_of_model(model: GGUFModel) -> PretrainedConfig:
     """Return the config of an opened GGUF model. Raises FormatError or UnsupportedError."""
+    if model.architecture == GGUF_ARCH:
+        return config_of_assistant(model, config_of_model(as_gemma4(model)))
     stored = [name for name in FACTOR_TENSORS if name in model.tensors]
     factors = {name: dequantize(model.raw(name), name).flatten().tolist() for name in stored}
     shapes = {name: tensor.shape for name, tensor in model.tensors.items()}

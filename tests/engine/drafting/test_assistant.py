@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.drafting.test_mtp import answers_of, check_engine, engine_of, loop_of
 from tests.support.engines.drafter_steps import draft_in_every_step
-from tests.support.models.assistant_models import TARGETS, tiny_assistant, write_assistant
+from tests.support.models.assistant_models import TARGETS, tiny_assistant, write_assistant, write_assistant_gguf
 
 
 @pytest.fixture(autouse=True)
@@ -39,3 +39,14 @@ def test_drafting_changes_no_answer(name: str, tmp_path: Path) -> None:
         assert loop.scheduler.stats().num_drafted > 100
         engine.executor.reset()
         assert answers_of(loop_of(engine, num_pages=8)) == plain
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4-moe"])
+def test_from_a_gguf(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which has no clusters."""
+    tiny = tiny_assistant(name, is_ordered=True)
+    target, _ = write_assistant(tiny, tmp_path)
+    assistant = write_assistant_gguf(tiny, tmp_path / "assistant.gguf")
+    tiny.assistant.config.use_ordered_embeddings = False
+    with engine_of(target, speculative="draft", draft_model=assistant) as engine:
+        check_engine(engine, tiny, monkeypatch)

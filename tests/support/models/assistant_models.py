@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import torch
 from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedModel
 from transformers.models.gemma4_assistant.modeling_gemma4_assistant import Gemma4AssistantForCausalLM
 
+from tests.support.gguf.writer import write_gguf
 from tests.support.models.attention_families import config_of
 from tests.support.models.tiny_models import VOCAB_SIZE, WINDOW, fill_randomly, random_model, write_safetensors
 
-__all__ = ["TARGETS", "TinyAssistant", "tiny_assistant", "write_assistant"]
+__all__ = ["TARGETS", "TinyAssistant", "tiny_assistant", "write_assistant", "write_assistant_gguf"]
 
 TARGETS = ("gemma4", "gemma4-shared", "gemma4-moe")
 KINDS = ("sliding_attention", "full_attention")
@@ -94,3 +98,29 @@ def tiny_assistant(name: str, seed: int = 0, *, is_ordered: bool = False, **valu
 def write_assistant(tiny: TinyAssistant, folder: Path) -> tuple[Path, Path]:
     """Write both as checkpoints: the target's folder and the assistant's."""
     return write_safetensors(tiny.main, folder / "target"), write_safetensors(tiny.assistant, folder / "assistant")
+
+
+def write_assistant_gguf(tiny: TinyAssistant, path: Path) -> Path:
+    """Write an assistant as llama.cpp's converter does, which leaves its clusters out."""
+    text: Any = random_model(copy.deepcopy(tiny.assistant.config.text_config))
+    text.model.load_state_dict(tiny.assistant.model.state_dict())
+    plain = gguf.GGUFReader(write_gguf(text, path.with_suffix(".plain.gguf"), arch="gemma4"))
+    writer = gguf.GGUFWriter(path, "gemma4-assistant")
+    for field in plain.fields.values():
+        if field.name.startswith("GGUF.") or field.name == "general.architecture":
+            continue
+        value: Any = field.contents()
+        kind = field.types[1] if len(field.types) > 1 else None
+        writer.add_key_value(field.name.replace("gemma4.", f"{writer.arch}.", 1), value, field.types[0], kind)
+    writer.add_uint32(f"{writer.arch}.embedding_length_out", tiny.assistant.config.backbone_hidden_size)
+    writer.add_nextn_predict_layers(tiny.assistant.config.text_config.num_hidden_layers)
+    for tensor in plain.tensors:
+        if tensor.name != "output.weight":
+            writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+    for name in ("pre_projection", "post_projection"):
+        writer.add_tensor(f"nextn.{name}.weight", getattr(tiny.assistant, name).weight.detach().numpy().copy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
