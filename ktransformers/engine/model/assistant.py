@@ -196,6 +196,10 @@ def build_assistant(
     lenders_of(facts, target)
     model: Any = build_skeleton(config)
     layer, hidden_size, width = model.model.layers[0], facts.hidden_size, target.hidden_size
+    if getattr(layer.self_attn, "k_proj", None) is not None:
+        raise UnsupportedError(
+            "the installed transformers builds layers with keys of their own from an assistant's config; 5.24 does not"
+        )
     with torch.device("meta"):
         layer.add_module(PROJECTION, nn.Linear(2 * width, hidden_size, bias=False))
         layer.add_module(OUTPUT_PROJECTION, nn.Linear(hidden_size, width, bias=False))

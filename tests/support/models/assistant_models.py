@@ -10,16 +10,15 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedModel
-from transformers.models.gemma4_assistant.modeling_gemma4_assistant import Gemma4AssistantForCausalLM
+from transformers import CONFIG_MAPPING, DynamicCache, PretrainedConfig, PreTrainedModel
 
 from tests.support.gguf.writer import write_gguf
-from tests.support.models.attention_families import config_of
-from tests.support.models.tiny_models import VOCAB_SIZE, WINDOW, fill_randomly, random_model, write_safetensors
+from tests.support.models.attention_families import CASES, COMMON, config_of
+from tests.support.models.tiny_models import VOCAB_SIZE, WINDOW, random_model, write_safetensors
 
 __all__ = ["TARGETS", "TinyAssistant", "tiny_assistant", "write_assistant", "write_assistant_gguf"]
 
-TARGETS = ("gemma4", "gemma4-shared", "gemma4-moe")
+TARGETS = ("gemma4", "gemma4-shared", "gemma4-moe", "gemma4-unified")
 KINDS = ("sliding_attention", "full_attention")
 NUM_CENTROIDS = 20
 
@@ -52,47 +51,55 @@ class TinyAssistant:
         return found
 
 
-def tiny_assistant(name: str, seed: int = 0, *, is_ordered: bool = False, **values: object) -> TinyAssistant:
-    """One of TARGETS with an assistant of three layers. is_ordered: that this scores tokens by clusters. values: of the
-    assistant's config."""
-    main = random_model(config_of(name), seed)
+def _unified() -> PretrainedConfig:
+    own = {name: value for name, value in CASES["gemma4"][1].items() if "per_layer" not in name}
+    config: PretrainedConfig = CONFIG_MAPPING["gemma4_unified_text"](**COMMON, **own, num_hidden_layers=5)
+    return config
+
+
+def tiny_assistant(
+    name: str, seed: int = 0, *, is_ordered: bool = False, backbone: int = 0, **values: object
+) -> TinyAssistant:
+    """One of TARGETS with an assistant of three layers. is_ordered: that this scores tokens by clusters. backbone: the
+    width that it wants of hidden states, 0: the target's. values: of its decoder's config."""
+    family = "gemma4_unified" if name == "gemma4-unified" else "gemma4"
+    main = random_model(_unified() if family == "gemma4_unified" else config_of(name), seed)
     theirs: Any = main.config
     sliding, full = (theirs.per_layer_config[theirs.layer_types.index(kind)] for kind in KINDS)
-    text = CONFIG_MAPPING["gemma4_text"](
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        layer_types=[KINDS[0], *KINDS],
-        num_attention_heads=theirs.num_attention_heads,
-        num_key_value_heads=sliding.num_key_value_heads,
-        num_global_key_value_heads=full.num_key_value_heads if theirs.attention_k_eq_v else None,
-        attention_k_eq_v=theirs.attention_k_eq_v,
-        head_dim=sliding.head_dim,
-        global_head_dim=full.head_dim,
-        sliding_window=WINDOW,
-        vocab_size=VOCAB_SIZE,
-        vocab_size_per_layer_input=0,
-        hidden_size_per_layer_input=0,
-        max_position_embeddings=512,
-        rope_parameters=theirs.rope_parameters,
-        num_kv_shared_layers=3,
-    )
-    whole: Any = CONFIG_MAPPING["gemma4_assistant"](
+    text = CONFIG_MAPPING[f"{family}_text"](
         **{
-            "text_config": text,
-            "backbone_hidden_size": theirs.hidden_size,
-            "use_ordered_embeddings": is_ordered,
-            "num_centroids": NUM_CENTROIDS,
-            "centroid_intermediate_top_k": 6,
+            "hidden_size": 48,
+            "intermediate_size": 64,
+            "num_hidden_layers": 3,
+            "layer_types": [KINDS[0], *KINDS],
+            "num_attention_heads": theirs.num_attention_heads,
+            "num_key_value_heads": sliding.num_key_value_heads,
+            "num_global_key_value_heads": full.num_key_value_heads if theirs.attention_k_eq_v else None,
+            "attention_k_eq_v": theirs.attention_k_eq_v,
+            "head_dim": sliding.head_dim,
+            "global_head_dim": full.head_dim,
+            "sliding_window": WINDOW,
+            "vocab_size": VOCAB_SIZE,
+            "vocab_size_per_layer_input": 0,
+            "hidden_size_per_layer_input": 0,
+            "max_position_embeddings": 512,
+            "rope_parameters": theirs.rope_parameters,
+            "num_kv_shared_layers": 3,
         }
         | values
     )
-    assistant: Any = Gemma4AssistantForCausalLM._from_config(whole, attn_implementation="eager").float()
-    fill_randomly(assistant, seed + 1)
+    whole: Any = CONFIG_MAPPING[f"{family}_assistant"](
+        text_config=text,
+        backbone_hidden_size=backbone or theirs.hidden_size,
+        use_ordered_embeddings=is_ordered,
+        num_centroids=NUM_CENTROIDS,
+        centroid_intermediate_top_k=6,
+    )
+    assistant: Any = random_model(whole, seed + 1)
     if is_ordered:
         order = torch.randperm(VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
         assistant.masked_embedding.token_ordering.copy_(order)
-    return TinyAssistant(main, assistant.eval())
+    return TinyAssistant(main, assistant)
 
 
 def write_assistant(tiny: TinyAssistant, folder: Path) -> tuple[Path, Path]:
