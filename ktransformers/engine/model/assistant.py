@@ -11,7 +11,6 @@ its own keeps there, up to position i, from position i + 1, for all tokens that 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -22,8 +21,8 @@ from typing_extensions import override
 
 from ktransformers.engine.model.mtp import LAYER, OUTPUT_PROJECTION, PROJECTION, MtpInput
 from ktransformers.engine.model.skeleton import build_skeleton
-from ktransformers.errors import FormatError, UnsupportedError
-from ktransformers.models.composite import text_config_of
+from ktransformers.errors import UnsupportedError
+from ktransformers.models.assistant_config import GGUF_ARCH, GGUF_WIDTH
 from ktransformers.models.facts import LayerFacts, ModelFacts
 from ktransformers.weights.gguf.file import GGUFModel
 
@@ -31,24 +30,16 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = [
-    "GGUF_ARCH",
     "as_gemma4",
-    "assistant_config",
     "assistant_gguf_names",
     "assistant_names",
     "build_assistant",
-    "config_of_assistant",
-    "is_assistant",
     "lenders_of",
 ]
 
-_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 _TARGET_TYPES = ("gemma4_text", "gemma4_unified_text")
 
-GGUF_ARCH = "gemma4-assistant"
-"""What llama.cpp's converter calls it. Its files leave the clusters of tokens out, and score all of them."""
-
-_WIDTH, _BLOCKS = "embedding_length_out", "nextn_predict_layers"
+_OF_ASSISTANTS = (f".{GGUF_WIDTH}", ".nextn_predict_layers")
 _GGUF_RENAMED = {
     "nextn.pre_projection.weight": "blk.0.nextn.eh_proj.weight",
     "nextn.post_projection.weight": "blk.0.nextn.post_projection.weight",
@@ -60,18 +51,6 @@ _RENAMED = {
     "post_projection.": f"{LAYER}.{OUTPUT_PROJECTION}.",
     "masked_embedding.": f"{_HEAD}.",
 }
-
-
-def is_assistant(config: PretrainedConfig) -> bool:
-    """Whether it is the config of a Gemma 4 assistant."""
-    return config.model_type in _TYPES
-
-
-def assistant_config(whole: PretrainedConfig) -> PretrainedConfig:
-    """Return the config of an assistant's decoder, whose head is not bounded."""
-    made = copy.deepcopy(text_config_of(whole))
-    made.tie_word_embeddings, made.final_logit_softcapping = False, None
-    return made
 
 
 def assistant_names(stored: Iterable[str], whole: PretrainedConfig) -> dict[str, str]:
@@ -88,25 +67,10 @@ def assistant_names(stored: Iterable[str], whole: PretrainedConfig) -> dict[str,
 
 def as_gemma4(model: GGUFModel) -> GGUFModel:
     """Return an assistant's GGUF with the metadata of a Gemma 4, of which it has the layers."""
-    kept = {name: value for name, value in model.metadata.items() if not name.endswith((_WIDTH, _BLOCKS))}
+    kept = {name: value for name, value in model.metadata.items() if not name.endswith(_OF_ASSISTANTS)}
     metadata = {name.replace(f"{GGUF_ARCH}.", "gemma4.", 1): value for name, value in kept.items()}
     metadata["general.architecture"] = "gemma4"
     return GGUFModel([replace(file, metadata=metadata) for file in model.files])
-
-
-def config_of_assistant(model: GGUFModel, text: PretrainedConfig) -> PretrainedConfig:
-    """Return the config of an assistant's GGUF. text: of its decoder. Raises FormatError."""
-    from transformers import CONFIG_MAPPING
-
-    width = model.metadata.get(f"{GGUF_ARCH}.{_WIDTH}")
-    if not isinstance(width, int) or width < 1:
-        raise FormatError(f"the GGUF file's {GGUF_ARCH}.{_WIDTH} is {width!r:.40}, not the width of its target")
-    text.vocab_size_per_layer_input = 0
-    try:
-        made: PretrainedConfig = CONFIG_MAPPING[_TYPES[0]](text_config=text, backbone_hidden_size=width)
-    except Exception as error:  # whatever a config class does with values that do not fit each other
-        raise FormatError(f"the GGUF file's metadata make no valid assistant: {error!s:.200}") from error
-    return made
 
 
 def assistant_gguf_names(stored: Iterable[str]) -> dict[str, str]:
@@ -151,6 +115,11 @@ def _kept_of(layer: LayerFacts) -> str:
 
 
 def _check_widths(whole: PretrainedConfig, own: ModelFacts, target: ModelFacts) -> None:
+    clusters, chosen = whole.num_centroids, whole.centroid_intermediate_top_k
+    if whole.use_ordered_embeddings and (not 0 < chosen <= clusters or own.vocab_size % clusters):
+        raise UnsupportedError(
+            f"by the assistant's config its head chooses {chosen} of {clusters} clusters of {own.vocab_size} tokens"
+        )
     for what, ours, theirs in (
         ("hidden states of width", whole.backbone_hidden_size, target.hidden_size),
         ("a vocabulary of", own.vocab_size, target.vocab_size),
@@ -191,7 +160,7 @@ def build_assistant(
     whole: PretrainedConfig, config: PretrainedConfig, facts: ModelFacts, target: ModelFacts
 ) -> PreTrainedModel:
     """Build the skeleton of an assistant, whose embedding is a placeholder for the target's. config: of
-    `assistant_config`. Raises UnsupportedError for another target than its own."""
+    `models.assistant_config`. Raises UnsupportedError for another target than its own."""
     _check_widths(whole, facts, target)
     lenders_of(facts, target)
     model: Any = build_skeleton(config)

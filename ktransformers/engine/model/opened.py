@@ -14,14 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.model.assistant import (
-    GGUF_ARCH,
     as_gemma4,
-    assistant_config,
     assistant_gguf_names,
     assistant_names,
     build_assistant,
-    config_of_assistant,
-    is_assistant,
 )
 from ktransformers.engine.model.card import ModelCard, card_of
 from ktransformers.engine.model.config_checks import check_layers, check_parameters
@@ -30,6 +26,7 @@ from ktransformers.engine.model.file_layouts import note_layout
 from ktransformers.engine.model.mtp import MtpNames, build_mtp, renamed_gguf, renamed_tensors
 from ktransformers.engine.model.skeleton import build_skeleton, check_kinds, check_model_type, load_hf_config
 from ktransformers.errors import ConfigError, FormatError, UnsupportedError, WeightError, reason_of
+from ktransformers.models.assistant_config import GGUF_ARCH, assistant_config, config_of_assistant, is_assistant
 from ktransformers.models.composite import take_text_config, text_config_of
 from ktransformers.models.config_fields import token_ids
 from ktransformers.models.facts import ModelFacts
@@ -206,6 +203,11 @@ def _open_draft(target: OpenedModel) -> OpenedModel:
     except (ConfigError, WeightError) as error:
         kind = UnsupportedError if isinstance(error, UnsupportedError) else ConfigError
         raise kind(f"--draft_model {config.draft_model}: {error}") from error
+    if config.speculative == "mtp" and not opened.facts.is_borrowing:
+        raise ConfigError(
+            f"--speculative mtp: --draft_model {config.draft_model} is no assistant of Gemma 4; take --speculative "
+            "draft for a smaller model, or leave it out for the model's own layer"
+        )
     if opened.facts.has_states:
         raise UnsupportedError(
             f"--draft_model {config.draft_model} ({opened.facts.model_type}) has recurrent layers, whose states cannot "
@@ -288,7 +290,7 @@ def _facts_of(hf_config: PretrainedConfig, trust_remote_code: bool = False) -> M
 def config_of_model(model: GGUFModel) -> PretrainedConfig:
     """Return the config of an opened GGUF model. Raises FormatError or UnsupportedError."""
     if model.architecture == GGUF_ARCH:
-        return config_of_assistant(model, config_of_model(as_gemma4(model)))
+        return config_of_assistant(model.metadata, config_of_model(as_gemma4(model)))
     stored = [name for name in FACTOR_TENSORS if name in model.tensors]
     factors = {name: dequantize(model.raw(name), name).flatten().tolist() for name in stored}
     shapes = {name: tensor.shape for name, tensor in model.tensors.items()}

@@ -86,7 +86,7 @@ def cache_of(engine: Engine) -> PagedCache:
 def test_it_takes_no_room_for_keys_and_values(tmp_path: Path) -> None:
     target, assistant = write_assistant(tiny_assistant("gemma4"), tmp_path)
     config = EngineConfig(model_path=target, draft_model=assistant, cpu_infer=1, cache_lens=1024)
-    few, many = plan_model(config), plan_model(replace(config, cache_lens=4096))
+    few, many = plan_model(config), plan_model(replace(config, cache_lens=4096, speculative="mtp"))  # as llama.cpp says
     assert few.extra_bytes["draft model"]["cpu"] == many.extra_bytes["draft model"]["cpu"] > 0
 
 
@@ -100,6 +100,8 @@ def test_it_takes_no_room_for_keys_and_values(tmp_path: Path) -> None:
             "layer 0 reads 2 heads of 24 over a window of 16, and the model's layer 3 keeps 2 heads of 16",
         ),
         ({"num_key_value_heads": 4}, "it is the assistant of another Gemma 4"),
+        ({"is_ordered": True, "clusters": 21}, "its head chooses 6 of 21 clusters of 160 tokens"),
+        ({"is_ordered": True, "clusters": 5}, "its head chooses 6 of 5 clusters"),
         ({"sliding_window": 32}, "layer 0 reads 2 heads of 16 over a window of 32, and the model's layer 3"),
     ],
 )
@@ -118,6 +120,8 @@ def test_it_drafts_for_gemma_4_alone_and_never_runs_alone(tmp_path: Path) -> Non
     for paths in ({"model_path": assistant}, {"gguf_path": written}):
         with pytest.raises(UnsupportedError, match="drafts for another model, and does not run alone"):
             plan_model(EngineConfig(**paths, cpu_infer=1))
+    with pytest.raises(ConfigError, match=r"--speculative mtp: --draft_model .*other is no assistant of Gemma 4"):
+        plan_model(EngineConfig(model_path=other, draft_model=other, speculative="mtp", cpu_infer=1))
     for flag in ("pipeline", "tensor_parallel"):
         with pytest.raises(ConfigError, match=f"--{flag} goes with draft tokens from the text alone"):
             plan_model(EngineConfig(model_path=other, draft_model=assistant, cpu_infer=1, **{flag: 2}))

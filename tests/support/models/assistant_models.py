@@ -20,7 +20,6 @@ __all__ = ["TARGETS", "TinyAssistant", "tiny_assistant", "write_assistant", "wri
 
 TARGETS = ("gemma4", "gemma4-shared", "gemma4-moe", "gemma4-unified")
 KINDS = ("sliding_attention", "full_attention")
-NUM_CENTROIDS = 20
 
 
 @dataclass
@@ -58,10 +57,16 @@ def _unified() -> PretrainedConfig:
 
 
 def tiny_assistant(
-    name: str, seed: int = 0, *, is_ordered: bool = False, backbone: int = 0, **values: object
+    name: str,
+    seed: int = 0,
+    *,
+    is_ordered: bool = False,
+    clusters: int = 20,
+    backbone: int = 0,
+    **values: object,
 ) -> TinyAssistant:
-    """One of TARGETS with an assistant of three layers. is_ordered: that this scores tokens by clusters. backbone: the
-    width that it wants of hidden states, 0: the target's. values: of its decoder's config."""
+    """One of TARGETS with an assistant of three layers. is_ordered: that this scores tokens by clusters, of so many.
+    backbone: the width that it wants of hidden states, 0: the target's. values: of its decoder's config."""
     family = "gemma4_unified" if name == "gemma4-unified" else "gemma4"
     main = random_model(_unified() if family == "gemma4_unified" else config_of(name), seed)
     theirs: Any = main.config
@@ -92,7 +97,7 @@ def tiny_assistant(
         text_config=text,
         backbone_hidden_size=backbone or theirs.hidden_size,
         use_ordered_embeddings=is_ordered,
-        num_centroids=NUM_CENTROIDS,
+        num_centroids=clusters,
         centroid_intermediate_top_k=6,
     )
     assistant: Any = random_model(whole, seed + 1)
