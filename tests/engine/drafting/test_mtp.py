@@ -25,6 +25,7 @@ from ktransformers.operators.layers.traced import layer_list
 from tests.support.engines.drafter_steps import draft_in_every_step, runner_of
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
+from tests.support.models.assistant_models import TinyAssistant
 from tests.support.models.mtp_models import GGUF_MTP_TYPES, MTP_TYPES, TinyMtp, tiny_mtp, write_mtp, write_mtp_gguf
 from tests.support.models.tiny_models import NUM_EXPERTS, VOCAB_SIZE, tiny_model, write_safetensors
 
@@ -86,7 +87,7 @@ class Watched:
         monkeypatch.setattr(ModelDrafter, "draft", watched)
 
 
-def check_drafts(tiny: TinyMtp, token_ids: Sequence[int], position: int, drafts: Sequence[int]) -> int:
+def check_drafts(tiny: TinyMtp | TinyAssistant, token_ids: Sequence[int], position: int, drafts: Sequence[int]) -> int:
     """How many of the drafts are compared: after one that may be another, none is."""
     compared = 0
     for token, logits in zip(drafts, tiny.drafts(list(token_ids[: position + 1]), len(drafts)), strict=True):
@@ -98,7 +99,7 @@ def check_drafts(tiny: TinyMtp, token_ids: Sequence[int], position: int, drafts:
     return compared
 
 
-def check_engine(engine: Engine, tiny: TinyMtp, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_engine(engine: Engine, tiny: TinyMtp | TinyAssistant, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a greedy answer, of one behind a cached prefix, and of one that others are beside."""
     watched, loop, prompt = Watched(engine, monkeypatch), loop_of(engine), list(range(3, 80))
     name = loop.add(prompt, SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True))

@@ -27,7 +27,8 @@ from ktransformers.optimize.machine import detect_machine
 from tests.support.engines.drafter_steps import DrafterSteps, draft_in_every_step, runner_of
 from tests.support.engines.paged_loop import Answer, PagedLoop, scheduler_config
 from tests.support.gguf.writer import write_gguf
-from tests.support.models.mtp_models import tiny_mtp, write_mtp
+from tests.support.models.assistant_models import TARGETS, TinyAssistant, tiny_assistant, write_assistant
+from tests.support.models.mtp_models import TinyMtp, tiny_mtp, write_mtp
 from tests.support.models.tiny_models import VOCAB_SIZE, tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -120,8 +121,21 @@ def check_replayed(steps: DrafterSteps) -> None:
 @pytest.mark.parametrize("model_type", ["glm4_moe", "deepseek_v3", "qwen3_next"])
 def test_mtp(model_type: str, tmp_path: Path, replays: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """With experts in RAM, whose work is enqueued in the stream: of the target's layers and of the drafter's."""
-    folder = write_mtp(tiny_mtp(model_type), tmp_path)
-    with engine_of(config_of(folder, speculative="mtp")) as engine:
+    check_replayed_drafts(config_of(write_mtp(tiny_mtp(model_type), tmp_path), speculative="mtp"), replays, monkeypatch)
+
+
+@pytest.mark.skipif(not hasattr(MtpModel, "forward_layer"), reason="transformers 5.24 or later has assistants")
+@pytest.mark.parametrize("is_ordered", [False, True])
+@pytest.mark.parametrize("name", TARGETS)
+def test_assistant(
+    name: str, is_ordered: bool, tmp_path: Path, replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, assistant = write_assistant(tiny_assistant(name, is_ordered=is_ordered), tmp_path)
+    check_replayed_drafts(config_of(folder, draft_model=assistant), replays, monkeypatch)
+
+
+def check_replayed_drafts(config: EngineConfig, replays: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_of(config) as engine:
         layout = runner_of(engine)._pass.layout
         assert layout is not None
         assert layout.last.torch_device.type == "cuda"
@@ -136,9 +150,18 @@ def test_mtp(model_type: str, tmp_path: Path, replays: list[int], monkeypatch: p
 
 
 @pytest.mark.skipif(not hasattr(MtpModel, "forward_layer"), reason="transformers 5.24 or later is the oracle")
-def test_drafts_of_mtp_are_those_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["glm4_moe", *TARGETS])
+def test_drafts_are_those_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first draft token of each step, where transformers' module prefers one clearly."""
-    tiny, seen = tiny_mtp("glm4_moe"), list[tuple[int, int]]()
+    tiny: TinyMtp | TinyAssistant
+    if name in TARGETS:
+        tiny = tiny_assistant(name)
+        folder, assistant = write_assistant(tiny, tmp_path)
+        config = config_of(folder, draft_model=assistant)
+    else:
+        tiny = tiny_mtp(name)
+        config = config_of(write_mtp(tiny, tmp_path), speculative="mtp")
+    seen = list[tuple[int, int]]()
     draft = ModelDrafter.draft
 
     def watched(drafter: ModelDrafter, requests: list[DraftRequest]) -> list[list[int]]:
@@ -147,10 +170,10 @@ def test_drafts_of_mtp_are_those_of_transformers(tmp_path: Path, monkeypatch: py
         return found
 
     monkeypatch.setattr(ModelDrafter, "draft", watched)
-    with engine_of(config_of(write_mtp(tiny, tmp_path), speculative="mtp")) as engine:
+    with engine_of(config) as engine:
         limits = engine.scheduler_config
-        config = scheduler_config(engine, chunk_size=64, max_drafts=limits.max_drafts, drafter=limits.drafter)
-        loop, prompt = PagedLoop(config, lambda: engine.executor), list(range(3, 60))
+        plan = scheduler_config(engine, chunk_size=64, max_drafts=limits.max_drafts, drafter=limits.drafter)
+        loop, prompt = PagedLoop(plan, lambda: engine.executor), list(range(3, 60))
         name = loop.add(prompt, SamplingParams(max_tokens=40, ignore_eos=True, **GREEDY))  # type: ignore[arg-type]
         loop.drain()
         known = [*prompt, *loop.answers[name].token_ids]
