@@ -56,7 +56,7 @@ coverage: $(VENV)/.installed-dev
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run -Werror $(CSRC)
+	$(BIN)/clang-format --dry-run -Werror $(CSRC) $(wildcard tests/kernels/cpu/tiers/*.cpp)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
@@ -66,7 +66,7 @@ bench: $(VENV)/.installed
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(CSRC)
+	$(BIN)/clang-format -i $(CSRC) $(wildcard tests/kernels/cpu/tiers/*.cpp)
 
 sanitize: $(VENV)/.installed-dev
 	tools/sanitize/run.sh $(BIN)/python address $(ARGS)

@@ -23,11 +23,11 @@ from benchmarks.command import benchmark_parser
 from ktransformers.bench.common.report import Column, FigureTable, Record, Row, print_record
 from ktransformers.cli import run_command
 from ktransformers.cli.bench.options import check_between, check_range
-from ktransformers.config import cpu_name
 from ktransformers.core import SamplingParams
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.records import Request, RowResult
 from ktransformers.scheduler.scheduler import Scheduler
+from ktransformers.system.cpu_names import cpu_name
 
 __all__ = ["bench_scheduler", "main"]
 

@@ -32,8 +32,8 @@ from ktransformers.cli.bench.options import (
     gguf_file,
 )
 from ktransformers.cli.parsing.options import engine_config, set_up_logging, with_default_model
-from ktransformers.config import cpu_name
 from ktransformers.system.cores import usable_cores
+from ktransformers.system.cpu_names import cpu_name
 
 __all__ = ["SoakWork", "bench_soak", "main"]
 

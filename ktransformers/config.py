@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -28,7 +27,6 @@ __all__ = [
     "EngineConfig",
     "bundled_model",
     "check_threads",
-    "cpu_name",
     "hot_slots",
     "why_crowded",
 ]
@@ -128,16 +126,6 @@ def hot_slots(value: str) -> int | None:
     if not isinstance(value, str) or not value.isascii() or not value.isdigit() or not 1 <= int(value) <= _MAX_COUNT:
         raise ConfigError(f"--hot_experts must be {', '.join(HOT_EXPERTS)} or a number of slots, got {value!r:.40}")
     return int(value)
-
-
-def cpu_name() -> str:
-    """Return the processor's model name, as far as the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()
 
 
 _MAX_THREADS = 1024  # of the native kernels

@@ -9,6 +9,7 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <stdexcept>
@@ -58,12 +59,12 @@ template <size_t count> nb::dict numbers_of(const char* const (&names)[count]) {
   return numbers;
 }
 
-// (node, CPUs) of a thread
-using Place = std::pair<int, std::vector<int>>;
+// (node, CPUs, whether these are slow) of a thread
+using Place = std::tuple<int, std::vector<int>, bool>;
 
 std::vector<kt::ThreadPlace> thread_places(const std::vector<Place>& places) {
   std::vector<kt::ThreadPlace> made;
-  for (const auto& place : places) made.push_back({place.first, place.second});
+  for (const auto& [node, cpus, is_slow] : places) made.push_back({node, cpus, is_slow});
   return made;
 }
 
@@ -84,6 +85,7 @@ void bind_pool(nb::module_& m) {
       .def_prop_ro("num_nodes", &kt::WorkerPool::num_nodes)
       .def_prop_ro("num_bound", &kt::WorkerPool::num_bound)
       .def_prop_ro("num_jobs", &kt::WorkerPool::num_jobs)
+      .def("rest_slow", &kt::WorkerPool::rest_slow, nb::arg("rests"))
       .def("close", &kt::WorkerPool::close, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "start_profile",
@@ -93,6 +95,32 @@ void bind_pool(nb::module_& m) {
           },
           nb::arg("ring_bytes"), nb::rv_policy::reference_internal)
       .def("stop_profile", &kt::WorkerPool::stop_profile)
+      .def("_slow_down", &kt::WorkerPool::slow_down, nb::arg("thread"), nb::arg("times"))
+      .def("_hold", &kt::WorkerPool::hold, nb::arg("thread"), nb::arg("is_held"))
+      // For tests: runs `count` tasks and returns how many of them each thread ran. Thread `stopped` is taken away in
+      // the midst of its first one until all others are done; -1: none is. The caller's first task waits until all
+      // threads of `awaited` have begun, or there is nothing left for them to begin with.
+      .def(
+          "_run_counted",
+          [](kt::WorkerPool& self, int64_t count, int stopped, const std::vector<int>& awaited) {
+            kt::WorkerPool::Session session(self);
+            std::vector<std::atomic<int64_t>> num_of(static_cast<size_t>(session.num_threads()));
+            std::atomic<int64_t> num_begun{0}, num_done{0};
+            const auto have_begun = [&] {
+              return num_begun == count || std::all_of(awaited.begin(), awaited.end(), [&](int thread) {
+                       return num_of[static_cast<size_t>(thread)] > 0;
+                     });
+            };
+            session.run(count, [&](int64_t, int thread) {
+              ++num_begun;
+              const bool is_first = num_of[static_cast<size_t>(thread)]++ == 0;
+              if (is_first && thread == 0) session.wait_until(have_begun);
+              if (is_first && thread == stopped) session.wait_until([&] { return num_done == count - 1; });
+              ++num_done;
+            });
+            return std::vector<int64_t>(num_of.begin(), num_of.end());
+          },
+          nb::arg("count"), nb::arg("stopped"), nb::arg("awaited"), nb::call_guard<nb::gil_scoped_release>())
       // For tests: runs `count` tasks, of which number `failing` throws.
       .def(
           "_run_failing",

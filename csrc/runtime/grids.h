@@ -13,6 +13,7 @@ template <class Entry, int SIZE> struct Grid {
   static constexpr int size = SIZE;
   alignas(64) uint8_t low[SIZE], high[SIZE], values[64];
   Entry entries[SIZE];
+  uint8_t room[64];  // what loads that are wider than an entry may read, as they may `values`
 };
 
 struct GridTables {

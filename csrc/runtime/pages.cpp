@@ -5,6 +5,7 @@
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 #if defined(__GLIBC__)
 #include <malloc.h>
@@ -15,12 +16,14 @@ namespace kt {
 #if defined(__linux__)
 namespace {
 
-constexpr uintptr_t kPage = 4096;
 // However much is asked for, the system reads what its device takes at once (max_sectors_kb, or read_ahead_kb if that
 // is more); and a request that is split into many costs more of its time.
 constexpr uintptr_t kReadAhead = 512 << 10;
 
-uintptr_t page_of(const uint8_t* data) { return reinterpret_cast<uintptr_t>(data) / kPage * kPage; }
+uintptr_t page_of(const uint8_t* data) {
+  static const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));  // on aarch64 also 16 or 64 KiB
+  return reinterpret_cast<uintptr_t>(data) / page * page;
+}
 
 }  // namespace
 

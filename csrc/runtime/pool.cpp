@@ -14,6 +14,7 @@
 #include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #if defined(KT_X86)
@@ -72,10 +73,25 @@ unsigned set_float_mode(unsigned mode) {
   return old;
 }
 constexpr unsigned kFloatMode = 0x1f80;  // round to nearest, no flushing to zero, all exceptions masked
+#elif defined(__aarch64__)
+unsigned set_float_mode(unsigned mode) {
+  uint64_t old;
+  asm volatile("mrs %0, fpcr" : "=r"(old));
+  if (old != mode) asm volatile("msr fpcr, %0" : : "r"(uint64_t{mode}));
+  return static_cast<unsigned>(old);
+}
+constexpr unsigned kFloatMode = 0;  // the same
 #else
 unsigned set_float_mode(unsigned) { return 0; }
 constexpr unsigned kFloatMode = 0;
 #endif
+
+// What the calling thread has computed for: a time in which others had its core is not part of it.
+int64_t thread_ns() {
+  timespec time{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec;
+}
 
 template <class Done> bool spin_until(const Done& done) {
   const auto end = std::chrono::steady_clock::now() + kSpinTime;
@@ -92,6 +108,8 @@ template <class Done> bool spin_until(const Done& done) {
 
 #if defined(KT_X86)
 void cpu_pause() { _mm_pause(); }
+#elif defined(__aarch64__)
+void cpu_pause() { asm volatile("isb" : : : "memory"); }  // waits tens of cycles; `yield` waits none
 #else
 void cpu_pause() { std::this_thread::yield(); }
 #endif
@@ -108,16 +126,17 @@ void WorkerPool::FreeDeleter::operator()(void* p) const { std::free(p); }
 
 namespace {
 
-// Calls share(thread, first, end) for every thread.
+// Calls share(thread, first, end) for the first num_threads threads.
 template <class Share>
-void share_out(const int64_t* ends, int num_nodes, const std::vector<ThreadPlace>& places, const Share& share) {
+void share_out(const int64_t* ends, int num_nodes, const std::vector<ThreadPlace>& places, size_t num_threads,
+               const Share& share) {
   // One range of tasks is for all threads, whatever their nodes.
   const auto belongs = [&](size_t thread, int node) { return num_nodes == 1 || places[thread].node == node; };
   int64_t first = 0;
   size_t thread = 0;
   for (int node = 0; node < num_nodes; ++node) {
     size_t last = thread;
-    while (last < places.size() && belongs(last, node)) ++last;
+    while (last < num_threads && belongs(last, node)) ++last;
     const auto count = static_cast<int64_t>(last - thread), tasks = ends[node] - first;
     for (int64_t i = 0; i < count; ++i, ++thread)
       share(thread, first + tasks * i / count, first + tasks * (i + 1) / count);
@@ -130,7 +149,7 @@ void share_out(const int64_t* ends, int num_nodes, const std::vector<ThreadPlace
 std::vector<std::pair<int64_t, int64_t>> share_tasks(const std::vector<int64_t>& ends,
                                                      const std::vector<ThreadPlace>& places) {
   std::vector<std::pair<int64_t, int64_t>> shares;
-  share_out(ends.data(), static_cast<int>(ends.size()), places,
+  share_out(ends.data(), static_cast<int>(ends.size()), places, places.size(),
             [&](size_t, int64_t first, int64_t end) { shares.emplace_back(first, end); });
   return shares;
 }
@@ -162,6 +181,10 @@ std::vector<ThreadPlace> checked(std::vector<ThreadPlace> places) {
     node = place.node;
   }
   if (places.front().node != 0) throw std::invalid_argument("nodes are numbered from 0");
+  const auto first_slow = std::find_if(places.begin(), places.end(), [](const ThreadPlace& p) { return p.is_slow; });
+  const bool is_last = std::all_of(first_slow, places.end(), [](const ThreadPlace& p) { return p.is_slow; });
+  if (first_slow != places.end() && (first_slow == places.begin() || !is_last || node > 0))
+    throw std::invalid_argument("slow threads come behind all others, on a machine of one node");
   if (node >= kMaxNodes) throw std::invalid_argument("there may be " + std::to_string(kMaxNodes) + " nodes at most");
   return places;
 }
@@ -171,6 +194,8 @@ std::vector<ThreadPlace> checked(std::vector<ThreadPlace> places) {
 WorkerPool::WorkerPool(std::vector<ThreadPlace> places, const KernelTable& kernels, int planes)
     : places_(checked(std::move(places))),
       num_threads_(static_cast<int>(places_.size())),
+      num_fast_(static_cast<int>(
+          std::count_if(places_.begin(), places_.end(), [](const ThreadPlace& p) { return !p.is_slow; }))),
       kernels_(kernels),
       planes_(planes),
       owner_pid_(getpid()),
@@ -190,13 +215,15 @@ WorkerPool::~WorkerPool() { close(); }
 
 void WorkerPool::keep_awake(std::chrono::nanoseconds time) { awake_until_.store(steady_ns() + time.count()); }
 
-void WorkerPool::wake() {
-  if (sleepers_.load() == 0) return;
+void WorkerPool::wake() { groups_[kFast].wake_all(); }
+
+void WorkerPool::ThreadGroup::wake_all() {
+  if (sleepers.load() == 0) return;
   {
-    // A worker between its last look at posted_ and awake_until_ and its wait hears the call then.
-    const std::lock_guard<std::mutex> lock(sleep_->mutex);
+    // A worker between its last look at `posted` and awake_until_ and its wait hears the call then.
+    const std::lock_guard<std::mutex> lock(sleep->mutex);
   }
-  sleep_->wake.notify_all();
+  sleep->wake.notify_all();
 }
 
 void WorkerPool::start_profile(int64_t ring_bytes) {
@@ -214,15 +241,16 @@ void WorkerPool::close() {
     // After fork() the threads are not there to be joined; their handles must not be destroyed while joinable.
     new std::vector<std::thread>(std::move(threads_));
     threads_.clear();
-    static_cast<void>(sleep_.release());
+    for (ThreadGroup& group : groups_) static_cast<void>(group.sleep.release());
     return;
   }
   const std::lock_guard<std::mutex> lock(call_mutex_);
   closed_ = true;
   stop_.store(true);
-  posted_.fetch_add(1);
-  { const std::lock_guard<std::mutex> sleep_lock(sleep_->mutex); }
-  sleep_->wake.notify_all();
+  for (ThreadGroup& group : groups_) {
+    group.posted.fetch_add(1);
+    group.wake_all();
+  }
   for (std::thread& thread : threads_) thread.join();
   threads_.clear();
   blocks_.clear();
@@ -312,22 +340,28 @@ bool WorkerPool::steal(int thread, size_t kind, int64_t& task) {
   }
 }
 
+void WorkerPool::run_task(const Job& job, size_t kind, int64_t task, int thread, int slowness) {
+  const int64_t began = slowness > 1 ? thread_ns() : 0;
+  try {
+    job.kinds[kind].first(job.kinds[kind].second, task, thread);
+  } catch (...) {
+    const std::lock_guard<std::mutex> lock(error_mutex_);
+    if (!error_) error_ = std::current_exception();
+    is_cancelled_.store(true, std::memory_order_relaxed);
+  }
+  if (slowness == 1) return;
+  for (const int64_t end = began + slowness * (thread_ns() - began); thread_ns() < end;) cpu_pause();
+}
+
 void WorkerPool::work(int thread) {
   const Job job = job_;
   Slot& slot = slots_[static_cast<size_t>(thread)];
   const int64_t began = job.posted_ns == 0 || thread == 0 ? job.posted_ns : steady_ns();
+  const int slowness = slot.slowness.load(std::memory_order_relaxed);
   for (size_t kind = 0; kind < static_cast<size_t>(job.num_kinds); ++kind) {
-    const auto [fn, context] = job.kinds[kind];
     int64_t task = 0;
-    while ((take(slot, kind, task) || steal(thread, kind, task)) && !is_cancelled_.load(std::memory_order_relaxed)) {
-      try {
-        fn(context, task, thread);
-      } catch (...) {
-        const std::lock_guard<std::mutex> lock(error_mutex_);
-        if (!error_) error_ = std::current_exception();
-        is_cancelled_.store(true, std::memory_order_relaxed);
-      }
-    }
+    while ((take(slot, kind, task) || steal(thread, kind, task)) && !is_cancelled_.load(std::memory_order_relaxed))
+      run_task(job, kind, task, thread, slowness);
   }
   if (job.posted_ns == 0) return;
   const auto add = [](std::atomic<int64_t>& sum, int64_t more) {  // nobody else writes
@@ -368,7 +402,9 @@ void WorkerPool::run(const Tasks* kinds, int num_kinds) {
   int64_t count = 0;
   for (int kind = 0; kind < num_kinds; ++kind) count += kinds[kind].count();
   if (count <= 0) return;
-  if (count == 1 || num_threads_ == 1) {
+  const bool has_slow = num_fast_ < num_threads_ && !slow_rest_.load(std::memory_order_relaxed);
+  const int num_threads = has_slow ? num_threads_ : num_fast_;
+  if (count == 1 || num_threads == 1) {
     for (int kind = 0; kind < num_kinds; ++kind) run_alone(kinds[kind]);
     return;
   }
@@ -377,14 +413,19 @@ void WorkerPool::run(const Tasks* kinds, int num_kinds) {
   job_.posted_ns = profile() != nullptr ? steady_ns() : 0;
   for (size_t kind = 0; kind < static_cast<size_t>(num_kinds); ++kind) {
     job_.kinds[kind] = {kinds[kind].fn, kinds[kind].context};
-    share_out(kinds[kind].ends, kinds[kind].num_nodes, places_, [&](size_t thread, int64_t first, int64_t end) {
+    const auto give = [&](size_t thread, int64_t first, int64_t end) {
       slots_[thread].ranges[kind].store(make_range(first, end), std::memory_order_relaxed);
-    });
+    };
+    share_out(kinds[kind].ends, kinds[kind].num_nodes, places_, static_cast<size_t>(num_threads), give);
+    // What a cancelled job left there.
+    for (int thread = num_threads; thread < num_threads_; ++thread) give(static_cast<size_t>(thread), 0, 0);
   }
-  const uint64_t number = posted_.load(std::memory_order_relaxed) + 1;
+  const uint64_t number = groups_[kFast].posted.load(std::memory_order_relaxed) + 1;
   open_.store(number);
-  posted_.store(number);
-  wake();
+  for (size_t group = kFast; group <= (has_slow ? kSlow : kFast); ++group) {
+    groups_[group].posted.store(number);
+    groups_[group].wake_all();
+  }
   work(0);
   open_.store(0);
   while (!spin_until([this] { return !any_busy(); })) std::this_thread::yield();
@@ -402,70 +443,25 @@ void WorkerPool::worker_main(int thread) {
   if (bind_to(places_[static_cast<size_t>(thread)].cpus)) num_bound_.fetch_add(1);
   set_float_mode(kFloatMode);
   Slot& slot = slots_[static_cast<size_t>(thread)];
+  ThreadGroup& group = groups_[thread < num_fast_ ? kFast : kSlow];
   uint64_t seen = 0;
-  const auto posted = [&] { return posted_.load() != seen; };
-  const auto is_kept_awake = [&] { return steady_ns() < awake_until_.load(); };
+  const auto posted = [&] { return group.posted.load() != seen; };
+  const auto is_kept_awake = [&] { return thread < num_fast_ && steady_ns() < awake_until_.load(); };
   for (;;) {
     while (!spin_until(posted)) {
       if (is_kept_awake()) continue;
-      std::unique_lock<std::mutex> lock(sleep_->mutex);
-      sleepers_.fetch_add(1);
-      sleep_->wake.wait(lock, [&] { return posted() || is_kept_awake(); });
-      sleepers_.fetch_sub(1);
+      std::unique_lock<std::mutex> lock(group.sleep->mutex);
+      group.sleepers.fetch_add(1);
+      group.sleep->wake.wait(lock, [&] { return posted() || is_kept_awake(); });
+      group.sleepers.fetch_sub(1);
     }
-    if (stop_.load()) return;
-    seen = posted_.load();
+    while (slot.is_held.load(std::memory_order_relaxed)) std::this_thread::yield();
+    seen = group.posted.load();
+    if (stop_.load()) return;  // behind `seen`: what close() posts later still wakes this thread
     slot.is_busy.store(true);
     if (open_.load() != 0) work(thread);
     slot.is_busy.store(false);
   }
-}
-
-ProfiledOp::ProfiledOp(const WorkerPool::Session& session, Part part, int64_t rows, bool is_own, uint8_t op)
-    : profile_(session.profile()), session_(session) {
-  if (profile_ == nullptr) return;
-  scope_ = profile_scope();
-  if (is_own || scope_.part == Part::Other) {
-    scope_.part = part;
-    scope_.op = op;
-  }
-  rows_ = rows;
-  before_ = session.job_times();
-  begin_ns_ = steady_ns();
-  int64_t& due_ns = profile_due_ns();
-  if (due_ns != 0) wait_ns_ = begin_ns_ - due_ns;
-  due_ns = 0;
-}
-
-void ProfiledOp::write() {
-  const WorkerPool::JobTimes now = session_.job_times();
-  OpRecord record{};
-  record.rows = static_cast<int32_t>(rows_);
-  record.num_threads = static_cast<uint32_t>(session_.num_threads());
-  int64_t duration = steady_ns() - begin_ns_, begin = begin_ns_;
-  const int64_t jobs = now.num_jobs - before_.num_jobs, starts = now.num_starts - before_.num_starts;
-  int64_t busy = now.busy_ns - before_.busy_ns, wait = wait_ns_;
-  if (starts > 0) wait += (now.wait_ns - before_.wait_ns) / starts * jobs;
-  const auto put = [&](Part part, uint8_t op, int64_t bytes, double share) {
-    record.part = static_cast<uint8_t>(part);
-    record.op = op;
-    record.bytes = static_cast<uint64_t>(bytes);
-    record.begin_ns = static_cast<uint64_t>(begin);
-    record.duration_ns = static_cast<uint64_t>(static_cast<double>(duration) * share);
-    record.busy_ns = static_cast<uint64_t>(static_cast<double>(busy) * share);
-    record.wait_ns = static_cast<uint64_t>(static_cast<double>(wait) * share);
-    profile_->write(record, scope_.layer);
-  };
-  record.num_jobs = static_cast<uint32_t>(jobs);
-  if (other_bytes_ == 0) return put(scope_.part, scope_.op, bytes_, 1.0);
-  const double share = static_cast<double>(bytes_) / static_cast<double>(bytes_ + other_bytes_);
-  put(scope_.part, scope_.op, bytes_, share);
-  begin += static_cast<int64_t>(record.duration_ns);
-  duration -= static_cast<int64_t>(record.duration_ns);
-  busy -= static_cast<int64_t>(record.busy_ns);
-  wait -= static_cast<int64_t>(record.wait_ns);
-  record.num_jobs = 0;  // counted with the first
-  put(other_part_, other_op_, other_bytes_, 1.0);
 }
 
 }  // namespace kt

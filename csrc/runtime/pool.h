@@ -56,10 +56,12 @@ class BlockedSignals {
   sigset_t old_;
 };
 
-// Where a thread works: the node whose memory is near, and the CPUs that it is bound to, or none for any.
+// Where a thread works: the node whose memory is near, the CPUs that it is bound to, or none for any, and whether these
+// are efficiency cores of a hybrid processor.
 struct ThreadPlace {
   int node = 0;
   std::vector<int> cpus;
+  bool is_slow = false;
 };
 
 // Tasks that each thread begins with: those of its node (ends[n] is the first behind those of node n) in equal parts;
@@ -71,9 +73,9 @@ std::vector<std::pair<int64_t, int64_t>> share_tasks(const std::vector<int64_t>&
 class WorkerPool {
  public:
   // places: one per thread, the caller's first; its CPUs are ignored, for the caller is not ours to pin. Nodes must be
-  // numbered from 0, each with a thread, in ascending order. Throws std::invalid_argument otherwise, and for less than
-  // 1 or more than kMaxThreads threads or kMaxNodes nodes. planes: into how many rows of int8 products quantize each
-  // row of activations, see ops/linear/activations.h; 1 or 2.
+  // numbered from 0, each with a thread, in ascending order; slow threads come last, with one node and not the caller.
+  // Throws std::invalid_argument otherwise, and for less than 1 or more than kMaxThreads threads or kMaxNodes nodes.
+  // planes: into how many rows of int8 products quantize each row of activations, see ops/linear/activations.h; 1 or 2.
   WorkerPool(std::vector<ThreadPlace> places, const KernelTable& kernels, int planes = 1);
   ~WorkerPool();
   WorkerPool(const WorkerPool&) = delete;
@@ -81,10 +83,18 @@ class WorkerPool {
 
   int num_nodes() const { return places_.back().node + 1; }
   int num_bound() const { return num_bound_.load(); }
+  // Slow threads take no part in jobs from now on, or do again. A thread that is late may take tasks of one more job.
+  void rest_slow(bool rests) { slow_rest_.store(rests); }
   // Jobs handed to the threads so far; those that the caller did alone do not count.
-  uint64_t num_jobs() const { return posted_.load(); }
+  uint64_t num_jobs() const { return groups_[kFast].posted.load(); }
 
-  // For this long (from now; 0: not longer than usual) threads without work do not go to sleep: a job is coming.
+  // For tests and benchmarks. A thread's tasks take `times` as long, as on a slow core; and a worker does not begin
+  // with jobs, as if the system gave it no core, until it is let go (and before the pool is closed).
+  void slow_down(int thread, int times) { slots_.at(static_cast<size_t>(thread)).slowness.store(times); }
+  void hold(int thread, bool is_held) { slots_.at(static_cast<size_t>(thread)).is_held.store(is_held); }
+
+  // For this long (from now; 0: not longer than usual) threads without work do not go to sleep: a job is coming. Slow
+  // ones do.
   void keep_awake(std::chrono::nanoseconds time);
   // Those that sleep already get up, if they are to be awake.
   void wake();
@@ -203,7 +213,8 @@ class WorkerPool {
   // the front; who has none left takes the back half of what another one still has; then those of the next kind.
   struct alignas(64) Slot {
     std::array<std::atomic<uint64_t>, kMaxKinds> ranges{};  // next task and the task after the last, 32 bits each
-    std::atomic<bool> is_busy{false};
+    std::atomic<bool> is_busy{false}, is_held{false};
+    std::atomic<int> slowness{1};  // see slow_down
   };
 
   // Of a thread, as in JobTimes. Lines of their own, which nobody else looks at while jobs run.
@@ -213,6 +224,7 @@ class WorkerPool {
   void run_alone(const Tasks& tasks);
   void work(int thread);
   JobTimes job_times() const;
+  void run_task(const Job& job, size_t kind, int64_t task, int thread, int slowness);
   bool take(Slot& slot, size_t kind, int64_t& task);
   bool steal(int thread, size_t kind, int64_t& task);
   bool any_busy() const;
@@ -220,8 +232,9 @@ class WorkerPool {
   void* scratch(int64_t bytes);
 
   const std::vector<ThreadPlace> places_;
-  const int num_threads_;
+  const int num_threads_, num_fast_;
   std::atomic<int> num_bound_{0};
+  std::atomic<bool> slow_rest_{false};
   const KernelTable& kernels_;
   const int planes_;
   const int64_t owner_pid_;
@@ -230,9 +243,8 @@ class WorkerPool {
   bool closed_ = false;  // guarded by call_mutex_
 
   Job job_;
-  std::vector<Slot> slots_;          // one per thread
-  std::atomic<uint64_t> open_{0};    // number of the open job, 0 when none is open
-  std::atomic<uint64_t> posted_{0};  // number of the last job; a change wakes the workers
+  std::vector<Slot> slots_;        // one per thread
+  std::atomic<uint64_t> open_{0};  // number of the open job, 0 when none is open
   std::atomic<bool> is_cancelled_{false};
   std::atomic<bool> stop_{false};
   std::mutex error_mutex_;
@@ -244,8 +256,15 @@ class WorkerPool {
     std::mutex mutex;
     std::condition_variable wake;
   };
-  std::unique_ptr<Sleep> sleep_ = std::make_unique<Sleep>();
-  std::atomic<int> sleepers_{0};
+  // Fast threads and slow ones sleep apart, so that a job without slow ones leaves them asleep.
+  enum { kFast, kSlow };
+  struct alignas(64) ThreadGroup {
+    std::atomic<uint64_t> posted{0};  // number of their last job; a change wakes them
+    std::unique_ptr<Sleep> sleep = std::make_unique<Sleep>();
+    std::atomic<int> sleepers{0};
+    void wake_all();
+  };
+  std::array<ThreadGroup, 2> groups_;
   std::atomic<int64_t> awake_until_{0};  // nanoseconds of the steady clock
 
   std::vector<ThreadTimes> thread_times_;  // one per thread

@@ -1,5 +1,6 @@
-// The AVX2 + FMA + F16C SIMD layer: 16 virtual lanes as two 256-bit registers (a: lanes 0-7, b: lanes 8-15).
-// See simd/scalar.h for what each name means.
+// The AVX2 + FMA + F16C SIMD layer: 16 virtual lanes as two 256-bit registers (a: lanes 0-7, b: lanes 8-15). With
+// KT_VNNI (x86.h), also of processors with AVX-VNNI. What differs are products of bytes, which are in a file of their
+// own. See simd/scalar.h for what each name means.
 #pragma once
 #include <immintrin.h>
 
@@ -10,9 +11,7 @@
 
 namespace {
 
-constexpr bool kNarrowSums = true;  // uacc holds int16: flushed before it can overflow
-constexpr uint8_t kSignFlip = 0;
-constexpr int kFloatTokens = 3, kQuantTokens = 4, kPackedTokens = 5, kQueryTokens = 6, kFp8Few = 1, kFp8Staged = 6;
+constexpr int kFloatTokens = 3, kPackedTokens = 5, kQueryTokens = 6, kFp8Few = 1, kFp8Staged = 6;
 constexpr int kScanVectors = 1, kScanTokens = 2;
 constexpr int kStepUnroll = 8;    // of loops over the steps of a block
 constexpr int kPairedTokens = 1;  // see avx512.h
@@ -186,7 +185,6 @@ inline void storei(int32_t* p, vi x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.a);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), x.b);
 }
-inline wb load_signed(const uint8_t* p) { return load_wb(p); }
 inline wb or_bytes(wb x, wb y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
 inline wb low_nibbles(wb x) { return {andb(x.a, 15), andb(x.b, 15)}; }
 inline wb high_nibbles(wb x) { return {shr_mask<4>(x.a, 15), shr_mask<4>(x.b, 15)}; }
@@ -223,16 +221,7 @@ inline vi pairs_s8(const uint8_t* p) {
 }
 inline vi times32(vi x) { return {_mm256_slli_epi16(x.a, 5), _mm256_slli_epi16(x.b, 5)}; }
 inline vi times4(vi x) { return {_mm256_slli_epi16(x.a, 2), _mm256_slli_epi16(x.b, 2)}; }
-// The first and the second of the pairs, as flush_scaled wants a scale: in both halves of the lane.
-inline vi scale_low(vi x) {
-  return {_mm256_blend_epi16(x.a, _mm256_slli_epi32(x.a, 16), 0xaa),
-          _mm256_blend_epi16(x.b, _mm256_slli_epi32(x.b, 16), 0xaa)};
-}
-inline vi scale_high(vi x) {
-  return {_mm256_blend_epi16(_mm256_srli_epi32(x.a, 16), x.a, 0xaa),
-          _mm256_blend_epi16(_mm256_srli_epi32(x.b, 16), x.b, 0xaa)};
-}
-// The same as int32.
+// The first and the second of the pairs, as int32.
 inline vi lane_scale_low(vi x) {
   return {_mm256_srai_epi32(_mm256_slli_epi32(x.a, 16), 16), _mm256_srai_epi32(_mm256_slli_epi32(x.b, 16), 16)};
 }
@@ -281,55 +270,29 @@ inline __m256i negate_half(__m256i x, __m256i signs, __m256i bits) {
   return _mm256_sub_epi8(_mm256_xor_si256(x, minus), minus);
 }
 template <int BIT, uint8_t FLIP> inline wb negate_bytes(wb x, wb signs) {
-  static_assert(FLIP == 0, "this tier multiplies signed weights");
   const __m256i bits = _mm256_set1_epi32(0x08040201 << BIT);
-  return {negate_half(x.a, signs.a, bits), negate_half(x.b, signs.b, bits)};
+  const wb value =
+      FLIP == 0 ? x
+                : xor_bytes(x, {_mm256_set1_epi8(static_cast<char>(FLIP)), _mm256_set1_epi8(static_cast<char>(FLIP))});
+  return {negate_half(value.a, signs.a, bits), negate_half(value.b, signs.b, bits)};  // 128 - x is -(128 + x)
 }
 inline __m256i broadcast4(const void* p) {
   int32_t word;
   std::memcpy(&word, p, 4);
   return _mm256_set1_epi32(word);
 }
-// The pairs of 32 values, see ActForm::Q256: |sum| <= 8 * 127, so that -32 times it fits.
-inline void pair_sums32(const int8_t* q, int16_t* out) {
-  __m256i x = _mm256_maddubs_epi16(_mm256_set1_epi8(1), load32(q));
-  x = _mm256_add_epi16(x, _mm256_srli_si256(x, 8));
-  x = _mm256_add_epi16(x, _mm256_srli_si256(x, 4));
-  x = _mm256_sub_epi16(_mm256_setzero_si256(), _mm256_slli_epi16(x, 5));
-  const int32_t pairs[2] = {_mm256_extract_epi32(x, 0), _mm256_extract_epi32(x, 4)};
-  std::memcpy(out, pairs, 8);
-}
-inline uacc uacc_pair(const int16_t* pair) { return {broadcast4(pair), broadcast4(pair)}; }
 inline uacc uacc_zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-// GCC would re-associate sums: multiply everything first and spill the products. This makes it add them as written.
-inline uacc in_order(uacc acc) {
-  asm("" : "+x"(acc.a), "+x"(acc.b));
-  return acc;
-}
-inline uacc udot(uacc acc, wb w, const int8_t* y) {
-  const __m256i yy = broadcast4(y);
-  return in_order(
-      {_mm256_add_epi16(acc.a, _mm256_maddubs_epi16(w.a, yy)), _mm256_add_epi16(acc.b, _mm256_maddubs_epi16(w.b, yy))});
-}
-inline vi flush_scaled(vi total, uacc acc, vi scale) {
-  return {_mm256_add_epi32(total.a, _mm256_madd_epi16(acc.a, scale.a)),
-          _mm256_add_epi32(total.b, _mm256_madd_epi16(acc.b, scale.b))};
-}
-inline vi flush(vi total, uacc acc) { return flush_scaled(total, acc, {_mm256_set1_epi16(1), _mm256_set1_epi16(1)}); }
-// The scale is applied to int16 pairs, so it stands in both halves of the lane.
-inline int32_t scale_lane(int scale) {
-  const uint32_t half = static_cast<uint16_t>(scale);
-  return static_cast<int32_t>(half | (half << 16));
-}
-inline vi sdot_init(int) { return uacc_zero(); }
-inline __m256i sdot_half(__m256i acc, __m256i w, __m256i y) {
-  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(y, w));
-  return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-}
-inline vi sdot(vi acc, wb w, const int8_t* y) {
-  const __m256i yy = broadcast4(y);
-  return in_order({sdot_half(acc.a, w.a, yy), sdot_half(acc.b, w.b, yy)});
-}
+
+}  // namespace
+
+#if defined(KT_VNNI)
+#include "simd/products_vnni.h"
+#else
+#include "simd/products_avx2.h"
+#endif
+
+namespace {
+
 inline vi reduce_rows(const vp* p) { return {reduce8(p), reduce8(p + 8)}; }
 
 // Where row r, column c of a stage of 8 rows lies.
@@ -373,7 +336,7 @@ inline void store_columns16(const uint8_t* const* rows, int64_t at, float* dst) 
 
 inline vi pair_dot(vi total, vi a, const int16_t* y) {
   const __m256i yy = broadcast4(y);
-  return {_mm256_add_epi32(total.a, _mm256_madd_epi16(a.a, yy)), _mm256_add_epi32(total.b, _mm256_madd_epi16(a.b, yy))};
+  return {madd_add(total.a, a.a, yy), madd_add(total.b, a.b, yy)};
 }
 
 }  // namespace

@@ -17,8 +17,9 @@ constexpr bool kNarrowSums = false;  // uacc holds int32: any number of steps be
 constexpr uint8_t kSignFlip = 0;     // Q8_0 weights are staged as they are
 constexpr int kFloatTokens = 2, kQuantTokens = 2, kPackedTokens = 2, kQueryTokens = 2, kFp8Few = 2, kFp8Staged = 2;
 constexpr int kScanVectors = 1, kScanTokens = 2;
-constexpr int kStepUnroll = 2;    // of loops over the steps of a block
-constexpr int kPairedTokens = 4;  // see avx512.h
+constexpr int kStepUnroll = 2;                         // of loops over the steps of a block
+template <int C> constexpr bool kHalvesApart = false;  // see products_avx2.h
+constexpr int kPairedTokens = 4;                       // see avx512.h
 
 struct vf { float v[16]; };
 struct vi { int32_t v[16]; };

@@ -58,13 +58,33 @@ inline float half_to_float(const uint8_t* p) {
 
 inline __m256i load32(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 
+// Whether products of bytes are summed in int32 as they are made (VNNI). KT_EMULATED_VNNI: the same with AVX2, slow.
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(KT_EMULATED_VNNI)
+#define KT_VNNI
+#endif
+
+#if defined(KT_VNNI)
+// acc + u8 . s8 of four bytes, and + s16 . s16 of two, in every lane.
 #if defined(__AVX512VNNI__)
-inline vp dot_u8(vb w, const int8_t* y) { return _mm256_dpbusd_epi32(_mm256_setzero_si256(), w, load32(y)); }
+inline __m256i add_products(__m256i acc, __m256i u, __m256i s) { return _mm256_dpbusd_epi32(acc, u, s); }
+inline vp madd_add(vp acc, __m256i a, __m256i b) { return _mm256_dpwssd_epi32(acc, a, b); }
+#elif defined(__AVXVNNI__)
+inline __m256i add_products(__m256i acc, __m256i u, __m256i s) { return _mm256_dpbusd_avx_epi32(acc, u, s); }
+inline vp madd_add(vp acc, __m256i a, __m256i b) { return _mm256_dpwssd_avx_epi32(acc, a, b); }
+#else
+inline __m256i add_products(__m256i acc, __m256i u, __m256i s) {
+  const __m256i low = _mm256_set1_epi16(255);
+  const __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, low), _mm256_srai_epi16(_mm256_slli_epi16(s, 8), 8));
+  const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(s, 8));
+  return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
+}
+inline vp madd_add(vp acc, __m256i a, __m256i b) { return _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)); }
+#endif
+inline vp dot_u8(vb w, const int8_t* y) { return add_products(_mm256_setzero_si256(), w, load32(y)); }
 // (q + 128) . y: the caller subtracts 128 times the sum of y (kSignFlip).
 inline vp dot_s8(const uint8_t* w, const int8_t* y) {
   return dot_u8(_mm256_xor_si256(loadb(w), _mm256_set1_epi8(static_cast<char>(0x80))), y);
 }
-inline vp madd_add(vp acc, __m256i a, __m256i b) { return _mm256_dpwssd_epi32(acc, a, b); }
 #else
 inline vp dot_u8(vb w, const int8_t* y) {
   return _mm256_madd_epi16(_mm256_maddubs_epi16(w, load32(y)), _mm256_set1_epi16(1));

@@ -1,4 +1,5 @@
-// Tier detection by cpuid, and by xgetbv for what the operating system saves on a context switch.
+// Tier detection: on x86 by cpuid, and by xgetbv for what the operating system saves on a context switch; on aarch64 by
+// what Linux says of the processor.
 #include "tiers/isa.h"
 
 #include <stdexcept>
@@ -7,12 +8,18 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
 #endif
 
 namespace kt {
 namespace {
 
-struct CpuFeatures { bool avx2 = false, avx512_vnni = false, avx512_bf16 = false, amx = false; };
+struct CpuFeatures {
+  bool avx2 = false, avx_vnni = false, avx512_vnni = false, avx512_bf16 = false, amx = false;
+  bool neon_dotprod = false, neon_i8mm = false;
+};
 
 #if defined(KT_X86)
 
@@ -42,7 +49,19 @@ CpuFeatures detect() {
   const bool has_tiles =
       (d & (1u << 22)) && (d & (1u << 24)) && (d & (1u << 25));  // bf16, tiles, int8: always together
   found.amx = found.avx512_vnni && tiles && has_tiles && may_use_tiles();
-  if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) found.avx512_bf16 = found.avx512_vnni && (a & (1u << 5));
+  if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) {
+    found.avx_vnni = found.avx2 && (a & (1u << 4));
+    found.avx512_bf16 = found.avx512_vnni && (a & (1u << 5));
+  }
+  return found;
+}
+
+#elif defined(__aarch64__) && defined(__linux__)
+
+CpuFeatures detect() {
+  CpuFeatures found;
+  found.neon_dotprod = getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+  found.neon_i8mm = found.neon_dotprod && (getauxval(AT_HWCAP2) & HWCAP2_I8MM);
   return found;
 }
 
@@ -59,6 +78,11 @@ constexpr Table kAvx2 = avx2_tier::table;
 #else
 constexpr Table kAvx2 = nullptr;
 #endif
+#if defined(KT_AVX_VNNI)
+constexpr Table kAvxVnni = avx_vnni_tier::table;
+#else
+constexpr Table kAvxVnni = nullptr;
+#endif
 #if defined(KT_AVX512_VNNI)
 constexpr Table kAvx512Vnni = avx512_vnni_tier::table;
 #else
@@ -73,6 +97,16 @@ constexpr Table kAvx512Bf16 = nullptr;
 constexpr Table kAmx = amx_tier::table;
 #else
 constexpr Table kAmx = nullptr;
+#endif
+#if defined(KT_NEON_DOTPROD)
+constexpr Table kNeonDotprod = neon_dotprod_tier::table;
+#else
+constexpr Table kNeonDotprod = nullptr;
+#endif
+#if defined(KT_NEON_I8MM)
+constexpr Table kNeonI8mm = neon_i8mm_tier::table;
+#else
+constexpr Table kNeonI8mm = nullptr;
 #endif
 
 struct Tiers {
@@ -93,9 +127,12 @@ Tiers find_tiers() {
   tiers.available.push_back(&scalar_tier::table());
   const CpuFeatures cpu = detect();
   tiers.add("avx2", cpu.avx2, kAvx2);
+  tiers.add("avx_vnni", cpu.avx_vnni, kAvxVnni);
   tiers.add("avx512_vnni", cpu.avx512_vnni, kAvx512Vnni);
   tiers.add("avx512_bf16", cpu.avx512_bf16, kAvx512Bf16);
   tiers.add("amx", cpu.amx, kAmx);
+  tiers.add("neon_dotprod", cpu.neon_dotprod, kNeonDotprod);
+  tiers.add("neon_i8mm", cpu.neon_i8mm, kNeonI8mm);
   return tiers;
 }
 
@@ -118,6 +155,9 @@ const KernelTable& tier_by_name(const std::string& name) {
 #if defined(KT_EMULATED)
   for (const KernelTable* table : {&avx512_bf16_emulated_tier::table(), &amx_emulated_tier::table()})
     if (name == table->name) return *table;
+#if defined(KT_X86)
+  if (detect().avx2 && name == avx_vnni_emulated_tier::table().name) return avx_vnni_emulated_tier::table();
+#endif
 #endif
   for (const std::string& missing : missing_tiers())
     if (name == missing)

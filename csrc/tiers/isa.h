@@ -14,6 +14,9 @@ const KernelTable& table();
 namespace avx2_tier {
 const KernelTable& table();
 }
+namespace avx_vnni_tier {
+const KernelTable& table();
+}
 namespace avx512_vnni_tier {
 const KernelTable& table();
 }
@@ -23,7 +26,16 @@ const KernelTable& table();
 namespace amx_tier {
 const KernelTable& table();
 }
+namespace neon_dotprod_tier {
+const KernelTable& table();
+}
+namespace neon_i8mm_tier {
+const KernelTable& table();
+}
 // Slow, for tests: no available tiers, found by name only.
+namespace avx_vnni_emulated_tier {  // needs AVX2
+const KernelTable& table();
+}
 namespace avx512_bf16_emulated_tier {
 const KernelTable& table();
 }

@@ -8,6 +8,7 @@
 #include "kernels/formats/grids.inl"
 #include "kernels/formats/quant.inl"
 #include "kernels/formats/low.inl"
+#include "kernels/formats/unquantized.inl"
 #include "kernels/formats/gemm.inl"
 #include "kernels/packed/vbmi.inl"
 #include "kernels/packed/packed.inl"

@@ -39,7 +39,7 @@ from ktransformers.convert.partial_file import PartialFile
 from ktransformers.convert.tensors import OutTensor, gguf_tensors
 from ktransformers.convert.vocab import vocab_metadata
 from ktransformers.convert.writing import Importance, write_tensors
-from ktransformers.engine.model.mtp import MtpNames
+from ktransformers.engine.model.mtp_names import MtpNames
 from ktransformers.engine.model.opened import open_model
 from ktransformers.errors import ConfigError, FormatError, UnsupportedError
 from ktransformers.kernels.types import QuantType
@@ -207,9 +207,9 @@ def _cut_vocabulary(entries: Entries, vocab_size: int) -> None:
 def _from_safetensors(folder: Path) -> _Input:
     opened = open_model(EngineConfig(model_path=folder))
     arch, values = hf_metadata(opened.hf_config)
-    drafting = MtpNames.of_safetensors(opened.source.stored_names(), opened.facts.num_layers)
-    if drafting is not None:
-        count = len(drafting.names)
+    drafting = MtpNames.of_safetensors(opened.source.stored_names(), opened.facts.num_layers, opened.hf_config)
+    if drafting:
+        count = sum(len(layer.names) for layer in drafting)
         logger.info("%d tensors of the layer for multi-token prediction are left out; the file will not draft", count)
     tokenizer = load_tokenizer(folder, None)
     entries: Entries = {

@@ -1,8 +1,14 @@
-"""The config of a model's layer for multi-token prediction (MTP), as of a model of one layer."""
+"""Layers for multi-token prediction (MTP) by family: what differs, and the config of one as of a model of its own.
+
+The usual one is made as DeepSeek-V3 has it (see engine/model/mtp.py), with full attention. What the table says besides
+is taken from the reference implementations in vLLM, SGLang, FastDeploy and llama.cpp.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ktransformers.models.composite import text_config_of
@@ -10,27 +16,86 @@ from ktransformers.models.composite import text_config_of
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["mtp_config"]
+__all__ = ["MtpFamily", "mtp_config", "mtp_family", "mtp_layer_types"]
+
+_FULL, _SLIDING, _INDEXED = "full_attention", "sliding_attention", "indexed_attention"
 
 
-def mtp_config(config: PretrainedConfig, *, has_experts: bool) -> PretrainedConfig:
-    """Return the config of a model of one layer, which is as the family's layers for multi-token prediction are: with
-    full attention, unless the config says otherwise."""
-    made = copy.deepcopy(text_config_of(config))
-    own: dict[str, list[str] | None] = {
-        name: getattr(made, f"mtp_{name}", None) for name in ("layer_types", "mlp_layer_types")
-    }
+@dataclass(frozen=True, slots=True)
+class MtpFamily:
+    """How the layers for multi-token prediction of a family differ from the usual one.
+
+    layer_type: of their attention, where neither `mtp_layer_types` nor `mtp_layers_block_type` of the config says it;
+    full in a model that has no layers of that type. norm: the name of the last norm in the family's class.
+    takes_normed: whether the hidden states that go into them are those behind the last norm, or those in front of it.
+    has_head: whether each has a head of its own. renamed: modules of the decoder layer that published files call
+    otherwise, {theirs: of the family's class}. why_not: why they are not run; None: they are.
+    """
+
+    layer_type: str = _FULL
+    norm: str = "norm"
+    takes_normed: bool = True
+    has_head: bool = False
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    why_not: str | None = None
+
+
+_USUAL = MtpFamily()
+_FAMILIES: Mapping[str, MtpFamily] = {
+    "deepseek_v32": MtpFamily(layer_type=_INDEXED),
+    "exaone_moe": MtpFamily(layer_type=_SLIDING),
+    "glm_moe_dsa": MtpFamily(layer_type=_INDEXED),
+    "longcat_flash": MtpFamily(why_not="it has one attention and no experts, unlike the model's own layers"),
+    "mellum": MtpFamily(layer_type=_SLIDING),
+    "mimo_v2_flash": MtpFamily(layer_type=_SLIDING, renamed={"pre_mlp_layernorm": "post_attention_layernorm"}),
+    "nemotron_h": MtpFamily(norm="norm_f"),
+    "step3p5": MtpFamily(takes_normed=False, has_head=True),
+}
+
+
+def mtp_family(model_type: str) -> MtpFamily:
+    """Return what is particular to the layers for multi-token prediction of `model_type`, of a text model."""
+    return _FAMILIES.get(model_type, _USUAL)
+
+
+def mtp_layer_types(config: PretrainedConfig, index: int = 0) -> list[str]:
+    """Return the types of the decoder layers that layer `index` for multi-token prediction is made of: one, but in
+    families whose decoder layers hold attention or a feed-forward block."""
+    text = text_config_of(config)
+    blocks: list[str] | None = getattr(text, "mtp_layers_block_type", None)
+    if blocks:
+        return list(blocks)
+    told: list[str] | None = getattr(text, "mtp_layer_types", None)
+    if told:
+        return [told[min(index, len(told) - 1)]]
+    usual = mtp_family(str(text.model_type)).layer_type
+    return [usual if usual in (getattr(text, "layer_types", None) or ()) else _FULL]
+
+
+def mtp_config(config: PretrainedConfig, *, has_experts: bool, index: int = 0) -> PretrainedConfig:
+    """Return the config of a model that is layer `index` for multi-token prediction of the model of `config`, with a
+    feed-forward block of experts or without."""
+    made, types = copy.deepcopy(text_config_of(config)), mtp_layer_types(config, index)
     wanted = {
-        "layer_types": list(own["layer_types"] or ["full_attention"])[:1],
-        "mlp_layer_types": list(own["mlp_layer_types"] or ["sparse" if has_experts else "dense"])[:1],
+        "layer_types": types,
+        "mlp_layer_types": ["sparse" if has_experts else "dense"],
+        "indexer_types": ["full"],
         "first_k_dense_replace": 0 if has_experts else 1,
         "mlp_only_layers": [] if has_experts else [0],
         "decoder_sparse_step": 1,
+        "moe_layer_start_index": 0 if has_experts else 1,
+        "moe_layer_end_index": 0,
+        "moe_layer_interval": 1,
         "num_nextn_predict_layers": 0,
     }
     for name, value in wanted.items():
         if getattr(made, name, None) is not None:
             setattr(made, name, value)
-    made.num_hidden_layers = 1
-    made.tie_word_embeddings = False  # its head is a placeholder
+    for name in ("swiglu_limits", "swiglu_limits_shared"):  # of the model's own layers
+        if getattr(made, name, None) is not None:
+            setattr(made, name, None)
+    if (heads := getattr(made, "num_sliding_attention_heads", None)) is not None:
+        made.per_layer_config = {0: {"num_attention_heads": heads}} if types == [_SLIDING] else {}
+    made.num_hidden_layers = len(types)
+    made.tie_word_embeddings = False  # its head is a placeholder, or one of its own
     return made

@@ -18,9 +18,9 @@ from pathlib import Path
 import msgspec
 
 from ktransformers import __version__
-from ktransformers.config import cpu_name
 from ktransformers.kernels.formats import FORMATS
-from ktransformers.system.cores import cpu_quota
+from ktransformers.system.cores import allowed_cpus, cpu_quota
+from ktransformers.system.cpu_names import cpu_name
 from ktransformers.system.user_folders import user_cache_dir
 
 __all__ = [
@@ -222,11 +222,10 @@ def _bits(name: str) -> float:
 
 def machine_key(root: Path = Path("/")) -> dict[str, object]:
     """Return all that a measurement depends on, without touching a GPU. root: where /proc is."""
-    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [os.cpu_count() or 1]
     return {
         "format": FORMAT,
         "cpu": cpu_name(),
-        "cores": allowed,
+        "cores": sorted(allowed_cpus()),
         "quota": cpu_quota(root),
         "memory": _memory_total(root),
         "gpus": _gpu_names(root),

@@ -181,6 +181,7 @@ class SchedulerDriver:
             result.row_seconds,
             elapsed,
             result.draft_seconds,
+            result.observe_seconds,
         )
         self._busy_since = now if self.scheduler.has_work else 0.0
         self._note_first_tokens(updates)

@@ -179,11 +179,12 @@ def counts_in(data: bytes) -> Iterator[tuple[int, int, int]]:
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a step, filled by the engine: one result per sampled row, in the order of the rows.
 
-    seconds: how long the step took; draft_seconds: what of that went by finding its draft tokens. experts: (token,
-    expert) pairs computed, layer calls, distinct experts of each call, added up; of this step. expert_counts: the rows
-    of each expert, see `counts_in`. hot: what is new of experts in slots of GPUs: those that decode steps used, those
-    of them that had a slot, uploads, bytes of these. tiers: None without any. recovering: True of no step: the engine
-    has lost its cache and all steps that it was sent, and computes none until the same comes with False.
+    seconds: how long the step took; draft_seconds: what of that went by finding its draft tokens, observe_seconds: by
+    showing the drafter what was computed. experts: (token, expert) pairs computed, layer calls, distinct experts of
+    each call, added up; of this step. expert_counts: the rows of each expert, see `counts_in`. hot: what is new of
+    experts in slots of GPUs: those that decode steps used, those of them that had a slot, uploads, bytes of these.
+    tiers: None without any. recovering: True of no step: the engine has lost its cache and all steps that it was sent,
+    and computes none until the same comes with False.
     """
 
     step_id: int
@@ -191,6 +192,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: Sequence[PromptLogprobs] = ()
     seconds: float = 0.0
     draft_seconds: float = 0.0
+    observe_seconds: float = 0.0
     experts: tuple[int, int, int] = (0, 0, 0)
     expert_counts: bytes = b""
     hot: tuple[int, int, int, int] = (0, 0, 0, 0)

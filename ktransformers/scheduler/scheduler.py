@@ -392,13 +392,12 @@ class Scheduler:
         seconds: float = 0.0,
         elapsed: float = 0.0,
         draft_seconds: float = 0.0,
+        observe_seconds: float = 0.0,
     ) -> list[RequestUpdate]:
-        """Take in the results of a step: one per sampled row, in order. tiers: what they did. seconds: what the step
-        took, draft_seconds: see StepResult; elapsed: since it was planned, or the last commit; 0: nobody knows.
-
-        Steps are committed in the order in which they were planned. Results of a step that went down with its engine
-        are dropped. Raises ValueError for a step that was never planned, out of order, or with too few or many results.
-        """
+        """Take in the results of a step, committed in the order planned: one per sampled row. seconds: what the step
+        took; elapsed: since it was planned, or the last commit; 0: nobody knows. The others: see StepResult. Results of
+        a step that went down with its engine are dropped. Raises ValueError for one that was never planned, out of
+        order, or with too few or many results."""
         if not self._in_flight or step_id != self._in_flight[0].step_id:
             oldest = self._in_flight[0].step_id if self._in_flight else self._next_step
             if 0 < step_id < oldest:
@@ -413,7 +412,7 @@ class Scheduler:
             self._throttle.took(step.num_decodes, step.num_rows - step.num_decodes, seconds)
         if tiers is not None and self._pages.kv_offload is not None:
             self._pages.kv_offload.commit(tiers, step.num_prefilled)
-        self._drafts.add_step(step, elapsed, draft_seconds)
+        self._drafts.add_step(step, elapsed, draft_seconds, observe_seconds)
         updates, remaining = scored_updates(step.seqs, prompt_logprobs) if prompt_logprobs else [], iter(results)
         for row in step.rows:
             result = next(remaining) if row.is_sampled else None

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import sampling, scheduler, soak, speculative
+from benchmarks import sampling, scheduler, slow_core, soak, speculative
 from benchmarks.fidelity import __main__ as fidelity
 from benchmarks.fidelity.kv import divergences
 from benchmarks.known_answers import KnownAnswers
@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MAINS = {
     "fidelity": fidelity.main,
     "sampling": sampling.main,
+    "slow_core": slow_core.main,
     "scheduler": scheduler.main,
     "soak": soak.main,
     "speculative": speculative.main,
@@ -104,10 +105,14 @@ def test_speculative_of_a_random_mtp_layer(capsys: pytest.CaptureFixture[str], m
     small, steps, run_step = small_config("qwen3.6-35b-a3b", 1), list[int](), MtpForward.run
 
     def watched(
-        forward: MtpForward, pieces: Sequence[Piece], requests: Sequence[LogitsRequest], behind: Sequence[int] = ()
+        forward: MtpForward,
+        pieces: Sequence[Piece],
+        requests: Sequence[LogitsRequest],
+        behind: Sequence[int] = (),
+        depth: int = 0,
     ) -> DraftOutput:
         steps.append(len(pieces))
-        return run_step(forward, pieces, requests, behind)
+        return run_step(forward, pieces, requests, behind, depth)
 
     monkeypatch.setattr(PublishedShape, "config", lambda shape, layers: copy.deepcopy(small))
     monkeypatch.setattr(MtpForward, "run", watched)
@@ -157,6 +162,15 @@ def test_divergences_are_those_of_torch() -> None:
     logs = [torch.log_softmax(rows.double(), dim=-1) for rows in (want, got)]
     oracle = torch.nn.functional.kl_div(logs[1], logs[0], reduction="none", log_target=True).sum(-1)
     torch.testing.assert_close(divergences(want, got), oracle)
+
+
+def test_slow_core(capsys: pytest.CaptureFixture[str]) -> None:
+    _, record = run(capsys, "slow_core", "--seconds", "0", "--rows", "2", "--threads", "2")
+    assert [(row["kernel"], row["times"]) for row in record["rows"]] == [
+        (kernel, times) for kernel in ("experts", "matrix", "attention") for times in (2, 4, 8)
+    ]
+    # The sum of speeds of a thread and of one half as fast is 3/4 of two; with equal shares, 1/2.
+    assert record["rows"][0]["equal_ms"] == pytest.approx(1.5 * record["rows"][0]["bound_ms"])
 
 
 def test_sampling(capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,6 +223,7 @@ def test_the_script_that_users_know(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     ("name", "args", "message"),
     [
         ("sampling", ["--vocab", "0"], "--vocab must be at least 1"),
+        ("slow_core", ["--threads", "1"], "--threads must be at least 2"),
         ("scheduler", ["--steps", "1"], "--steps must be at least 2"),
         ("soak", ["--seconds", "nan"], "--seconds must be at least 0"),
     ],

@@ -189,6 +189,7 @@ def test_cores() -> None:
     assert (quota.level, "quota is 2.5 of them: --cpu_infer is 2" in quota.text) == (Level.WARNING, True)
     assert "--cpu_infer is 1 by" in machine.judge_cores(8, 16, 16, 0.5, "x").text
     assert machine.judge_cores(4, 8, 16, None, "x").level is Level.WARNING
+    assert machine.judge_cores(6, 8, 8, None, "x", 4).text == "6 physical (2 performance, 4 efficiency), 8 logical (x)"
 
 
 def write(root: Path, path: str, text: str) -> None:

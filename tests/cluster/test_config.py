@@ -47,7 +47,7 @@ def test_flags_become_what_replicas_are_told() -> None:
 
 
 def test_this_machine_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktransformers.cli.serve.cluster_options.usable_cpus", lambda: 8)
+    monkeypatch.setattr("ktransformers.cli.serve.cluster_options.usable_cores", lambda: 8)
     assert told("--cluster", "--replicas", "3").replicas.cpus == 2.0
     assert told("--cluster", "--replicas", "16").replicas.cpus == 0.5
     assert told("--cluster").replicas.cpus == 8.0

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from ktransformers.kernels.cpu import WorkerPool, available_isas
+from ktransformers.kernels.cpu import Isa, WorkerPool, available_isas
 from ktransformers.kernels.formats import FORMATS
 from ktransformers.kernels.types import QuantType, RawTensor, row_bytes, type_size
 
@@ -54,8 +54,12 @@ def make_weight() -> MakeWeight:
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[list[WorkerPool]]:
-    """One pool per tier and thread count, the scalar tier with one thread first."""
-    made = [WorkerPool(threads, isa) for isa in available_isas() for threads in (1, 2, 5)]
+    """One pool per tier and thread count, the scalar tier with one thread first. Products of AVX-VNNI are emulated
+    where the processor has AVX2 without them."""
+    isas = list(available_isas())
+    if Isa.AVX2 in isas and Isa.AVX_VNNI not in isas:
+        isas.insert(isas.index(Isa.AVX2), Isa.AVX_VNNI_EMULATED)
+    made = [WorkerPool(threads, isa) for isa in isas for threads in (1, 2, 5)]
     yield made
     for pool in made:
         pool.close()

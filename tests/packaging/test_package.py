@@ -30,7 +30,7 @@ def test_classifiers_and_wheels_are_for_the_pythons_that_are_offered() -> None:
     assert named == {f"3.{minor}" for minor in OFFERED}
     wheels = PYPROJECT["tool"]["cibuildwheel"]
     assert wheels["build"] == [f"cp3{minor}-*" for minor in OFFERED]
-    assert wheels["manylinux-x86_64-image"] == "manylinux_2_28"
+    assert wheels["manylinux-x86_64-image"] == wheels["manylinux-aarch64-image"] == "manylinux_2_28"
 
 
 def test_nobody_is_told_to_install_the_other_distribution() -> None:

@@ -134,13 +134,72 @@ def test_threads_by_quota_and_affinity(
     """Rounded down, and at least one; never more than the affinity mask has."""
     tree(tmp_path, proc("0::/\n", V2) | {"cpu.max": f"{quota} 100000"})
     monkeypatch.setattr(cores, "physical_cores", lambda: physical)
-    monkeypatch.setattr(cores, "_allowed_cpus", lambda: set(range(2 * physical)))
+    monkeypatch.setattr(cores, "allowed_cpus", lambda: set(range(2 * physical)))
     assert cores.usable_cores(tmp_path) == usable
     whole = 2 * physical if quota == "max" else max(min(2 * physical, int(quota) // 100000), 1)
     assert cores.usable_cpus(tmp_path) == whole
     line = cores.describe_quota(tmp_path)
     assert (line is None) == (usable == physical)
     assert line is None or f"{usable} worker threads" in line
+
+
+def cpus(values: dict[str, list[str]]) -> dict[str, str]:
+    """Files of CPUs 0, 1, ... below /sys/devices/system/cpu, by their names."""
+    return {
+        f"/sys/devices/system/cpu/cpu{cpu}/{name}": f"{text}\n"
+        for name, texts in values.items()
+        for cpu, text in enumerate(texts)
+    }
+
+
+INTEL = {"/sys/devices/cpu_core/cpus": "0-3\n", "/sys/devices/cpu_atom/cpus": "4-7\n"}
+CLOCK, CAPACITY = "cpufreq/cpuinfo_max_freq", "cpu_capacity"
+
+KINDS: dict[str, tuple[dict[str, str], str, str]] = {
+    "nothing is known": ({}, "0-7", ""),
+    "Intel's lists": (INTEL | cpus({CLOCK: ["5000000"] * 8}), "0-7", "4-7"),
+    "Intel, a part of both": (INTEL, "3-5", "4-5"),
+    "Intel, efficiency cores alone": (INTEL, "4-7", ""),
+    "Intel, performance cores alone": (INTEL, "0-3", ""),
+    "a list that is none": ({"/sys/devices/cpu_atom/cpus": "four\n"}, "0-7", ""),
+    "Arm": (cpus({CAPACITY: ["250", "250", "800", "1024"], CLOCK: ["9", "9", "9", "9"]}), "0-3", "0-1"),
+    "AMD": (cpus({CLOCK: ["5100000", "4900000", "3300000", "3300000"]}), "0-3", "2-3"),
+    "cores of one kind, some of which clock higher": (cpus({CLOCK: ["5700000", "5200000"]}), "0-1", ""),
+    "a clock is missing": (cpus({CLOCK: ["5100000"]}), "0-1", ""),
+    "a clock is no number": (cpus({CLOCK: ["5100000", "fast"]}), "0-1", ""),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_efficiency_cores(name: str, tmp_path: Path) -> None:
+    files, allowed, slow = KINDS[name]
+    found = cores.slow_cpus(cores.parse_cpu_list(allowed), tree(tmp_path, files))
+    assert sorted(found) == cores.parse_cpu_list(slow)
+
+
+def test_cpu_lists() -> None:
+    assert cores.parse_cpu_list("0-3,8,10-11\n") == [0, 1, 2, 3, 8, 10, 11]
+    assert cores.parse_cpu_list("") == []
+
+
+def test_hyper_threads_count_once(tmp_path: Path) -> None:
+    tree(tmp_path, cpus({"topology/thread_siblings_list": ["0,2", "1,3", "0,2", "1,3"]}))
+    assert cores.count_cores(range(4), tmp_path) == 2
+    assert cores.count_cores([0, 2], tmp_path) == 1
+    assert cores.count_cores([4, 5], tmp_path) == 2
+
+
+def test_what_decides_the_threads_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "physical_cores", lambda: 6)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(cores, "allowed_cpus", lambda: set(range(8)))
+    assert cores.describe_threads(6, tmp_path) is None
+    tree(tmp_path, INTEL | cpus({"topology/thread_siblings_list": ["0-1", "0-1", "2-3", "2-3", "4", "5", "6", "7"]}))
+    assert cores.describe_threads(6, tmp_path) == "6, on 2 performance and 4 efficiency cores"
+    monkeypatch.setattr(cores, "allowed_cpus", lambda: set(range(7)))
+    assert cores.describe_threads(5, tmp_path) == "5, by the affinity of this process to 7 of 8 CPUs"
+    tree(tmp_path, proc("0::/\n", V2) | {"cpu.max": "250000 100000"})
+    assert cores.describe_threads(2, tmp_path) == "2, by the control group's CPU quota of 2.5 of 6 cores"
 
 
 def test_the_affinity_mask_counts() -> None:

@@ -23,7 +23,16 @@ uint64_t read_lines(const uint8_t* p, int64_t bytes) {
 // Chains begin with what lies in `out` and all go into it: the compiler would make one of those that it knows to be
 // equal.
 int64_t multiply_registers(int64_t rounds, int32_t* out) {
+#ifdef __aarch64__
+  constexpr int kChains = 6;  // of four registers each, of 32
+#else
   constexpr int kChains = 12;
+#endif
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+  constexpr int kProducts = 256;
+#else
+  constexpr int kProducts = 128;
+#endif
   alignas(64) uint8_t bytes[64];
   std::memset(bytes, 3, sizeof bytes);
   const wb w = load_wb(bytes);
@@ -32,11 +41,15 @@ int64_t multiply_registers(int64_t rounds, int32_t* out) {
   for (int c = 0; c < kChains; ++c) acc[c] = loadi(out + c);
   for (int64_t i = 0; i < rounds; ++i)
 #pragma GCC unroll 12
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    for (int c = 0; c < kChains; ++c) acc[c] = multiply_matrices(acc[c], w);
+#else
     for (int c = 0; c < kChains; ++c) acc[c] = udot(acc[c], w, y);
+#endif
   vi total = set1i(0);
   for (int c = 0; c < kChains; ++c) total = flush(total, acc[c]);
   storei(out, total);
-  return rounds * kChains * 128;
+  return rounds * kChains * kProducts;
 }
 
 // As multiply_registers, in fp32 with fused multiplications and additions. Factors of one keep the sums finite.
@@ -44,7 +57,7 @@ int64_t multiply_fp32(int64_t rounds, int32_t* out) {
 #ifdef __AVX512F__
   constexpr int kChains = 12;
 #else
-  constexpr int kChains = 6;  // of two registers each: AVX2 has 16
+  constexpr int kChains = 6;  // of two registers each: AVX2 has 16; of four: NEON has 32
 #endif
   const vf factor = set1(1.0f);
   vf sums[kChains];

@@ -1,5 +1,5 @@
 // 16 weight rows times any number of activation rows, one output per lane.
-// Included by a tier file after quant.inl.
+// Included by a tier file after quant.inl and unquantized.inl.
 //
 // Weights are staged 256 columns at a time: unpacked once into L1 with the 16 rows side by side, then used for all
 // tokens of the call. Each output is one lane's accumulator, and sees these operations in this order, whatever the
@@ -23,12 +23,6 @@
 
 namespace {
 
-constexpr int kFewTokens = 4;  // up to here staging costs more than it saves
-
-struct FloatStage {
-  alignas(64) float w[8 * kFloatCols];  // 8 rows, see stage_at; zeros up to a multiple of 8 columns
-};
-
 struct QuantStage {
   alignas(64) uint8_t w[kTileCols * 16];  // [column / 4][row][column % 4]
   alignas(64) int32_t sc[16 * 16];        // [sub-block][row], see scale_lane
@@ -36,115 +30,6 @@ struct QuantStage {
   alignas(64) float d[8 * 16];            // [block][row]
   alignas(64) float dmin[16] = {};
 };
-
-// How many tokens at a time once fewer than `count` are left: big steps first, so that few go one by one.
-constexpr int fewer(int count) { return count > 8 ? 8 : count > 4 ? 4 : count > 2 ? 2 : 1; }
-
-inline int64_t token_row(const TileArgs& a, int t) { return a.token_ids ? a.token_ids[t] : a.first_token + t; }
-
-// ---- unquantized ----
-
-// 8 columns of a row, the first n of which exist; nothing behind them is read.
-template <QType TYPE> inline v8 load_up_to_8(const uint8_t* p, int n) {
-  if (n >= 8) return load_weights8<TYPE>(p);
-  alignas(32) uint8_t copy[32] = {};
-  std::memcpy(copy, p, static_cast<size_t>(n) * (TYPE == QType::F32 ? 4 : 2));
-  return load_weights8<TYPE>(copy);
-}
-
-template <QType TYPE> void stage_float(const uint8_t* const* rows, int64_t first, int cols, FloatStage& st) {
-  constexpr int bytes = TYPE == QType::F32 ? 4 : 2;
-  for (int r = 0; r < 8; ++r)
-    for (int c = 0; c < cols; c += 8)
-      store8(st.w + stage_at(r, c), load_up_to_8<TYPE>(rows[r] + (first + c) * bytes, cols - c));
-}
-
-// The 8 rows that are staged next: fetched bit by bit while the tokens of the present ones are at work.
-struct NextRows {
-  const uint8_t* const* rows;  // nullptr: none
-  int64_t at;                  // byte offset
-  int lines_per_row, per_token, done;
-
-  void fetch(int tokens) {
-    if (rows == nullptr) return;
-    for (int i = 0; i < tokens * per_token && done < 8 * lines_per_row; ++i, ++done)
-      __builtin_prefetch(rows[done / lines_per_row] + at + done % lines_per_row * 64, 0, 2);
-  }
-};
-
-template <int C>
-void float_tokens(const TileArgs& a, const FloatStage& st, int64_t first, int cols, float* acc, NextRows& next, int t) {
-  for (; t + C <= a.num_tokens; t += C) {
-    const float* x[C];
-    v8 s[C * 8];
-    next.fetch(C);
-    for (int c = 0; c < C; ++c) x[c] = a.act.x + token_row(a, t + c) * a.act.ldx + first;
-    dot_rows8<C>(st.w, x, cols, s);
-    for (int c = 0; c < C; ++c) reduce8_add(s + c * 8, acc + (t + c) * 16);
-  }
-  if constexpr (C > 1) float_tokens<fewer(C)>(a, st, first, cols, acc, next, t);
-}
-
-// 4 rows times one token, without a stage.
-template <QType TYPE>
-inline void float_few4(const uint8_t* const* rows, int64_t first, const float* x, int cols, v8* s) {
-  constexpr int bytes = TYPE == QType::F32 ? 4 : 2;
-  const uint8_t* p[4];
-  v8 sum[4];
-  for (int r = 0; r < 4; ++r) {
-    p[r] = rows[r] + first * bytes;
-    sum[r] = zero8();
-  }
-  int k = 0;
-  for (; k + 8 <= cols; k += 8) {
-    const v8 v = load8(x + k);
-#pragma GCC unroll 4
-    for (int r = 0; r < 4; ++r) sum[r] = fma8(load_weights8<TYPE>(p[r] + k * bytes), v, sum[r]);
-  }
-  if (k < cols) {
-    const v8 v = load8_n(x + k, cols - k);
-    for (int r = 0; r < 4; ++r) sum[r] = fma8(load_up_to_8<TYPE>(p[r] + k * bytes, cols - k), v, sum[r]);
-  }
-  for (int r = 0; r < 4; ++r) s[r] = sum[r];
-}
-
-// Up to kFewChunks chunks of 4 rows before the next 4: long runs of memory, which the prefetcher needs.
-template <QType TYPE> void float_few(const TileArgs& a, const uint8_t* const* rows, float* acc) {
-  constexpr int kFewChunks = 8;
-  v8 s[kFewChunks][8];
-  for (int64_t start = 0; start < a.k; start += kFewChunks * kFloatCols)
-    for (int t = 0; t < a.num_tokens; ++t) {
-      const float* x = a.act.x + token_row(a, t) * a.act.ldx;
-      int count = 0;
-      for (int r = 0; r < 8; r += 4) {
-        count = 0;
-        for (int64_t first = start; first < a.k && count < kFewChunks; first += kFloatCols, ++count)
-          float_few4<TYPE>(rows + r, first, x + first,
-                           static_cast<int>(a.k - first < kFloatCols ? a.k - first : kFloatCols), s[count] + r);
-      }
-      for (int c = 0; c < count; ++c) reduce8_add(s[c], acc + t * 16);
-    }
-}
-
-template <QType TYPE> void float_tile(const TileArgs& a) {
-  if (a.num_tokens <= kFewTokens) {
-    float_few<TYPE>(a, a.rows, a.acc);
-    float_few<TYPE>(a, a.rows + 8, a.acc + 8);
-    return;
-  }
-  constexpr int bytes = TYPE == QType::F32 ? 4 : 2;
-  FloatStage st;
-  for (int64_t first = 0; first < a.k; first += kFloatCols)
-    for (int half = 0; half < 2; ++half) {  // the second time, this chunk of the tokens is in the second-level cache
-      const int cols = static_cast<int>(a.k - first < kFloatCols ? a.k - first : kFloatCols);
-      stage_float<TYPE>(a.rows + 8 * half, first, cols, st);
-      const int64_t next_first = half == 0 ? first : first + kFloatCols;
-      const int lines = static_cast<int>((a.k - next_first < kFloatCols ? a.k - next_first : kFloatCols) * bytes / 64);
-      NextRows next = {lines > 0 ? a.rows + 8 * (1 - half) : nullptr, next_first * bytes, lines,
-                       8 * lines / a.num_tokens + 1, 0};
-      float_tokens<kFloatTokens>(a, st, first, cols, a.acc + 8 * half, next, 0);
-    }
-}
 
 // ---- blocks of 32 ----
 
@@ -190,6 +75,14 @@ template <class F> void stage_q32(const uint8_t* const* rows, int64_t block, int
 }
 
 template <class F, int C> inline void dot32(const uint8_t* w, const int8_t* const* y, const int16_t* sums, vi* isum) {
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+  if constexpr (C % 2 == 0) {
+    matrix_sums<C, 8>(w, y, isum);
+#pragma GCC unroll 16
+    for (int c = 0; c < C && !F::is_signed; ++c) isum[c] = addi(isum[c], set1i(-8 * sums[c]));
+    return;
+  }
+#endif
   if constexpr (F::is_signed) {
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) isum[c] = sdot_init(sums[c]);
@@ -354,12 +247,20 @@ inline void dot256(const QuantStage& st, const int8_t* const* y, const int16_t* 
       else
         u[c] = uacc_zero();
     }
-#pragma GCC unroll kStepUnroll
-    for (int step = 0; step < steps; ++step) {
-      const wb column = load_wb(st.w + 64 * (first + step));
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    if constexpr (C % 2 == 0) {
+      const int8_t* from[C];
 #pragma GCC unroll 16
-      for (int c = 0; c < C; ++c) u[c] = udot(u[c], column, y[c] + 4 * (first + step));
-    }
+      for (int c = 0; c < C; ++c) from[c] = y[c] + 4 * first;
+      matrix_sums<C, steps>(st.w + 64 * first, from, u);
+    } else
+#endif
+#pragma GCC unroll kStepUnroll
+      for (int step = 0; step < steps; ++step) {
+        const wb column = load_wb(st.w + 64 * (first + step));
+#pragma GCC unroll 16
+        for (int c = 0; c < C; ++c) u[c] = udot(u[c], column, y[c] + 4 * (first + step));
+      }
     const vi scale = loadi(st.sc + first / sub_steps * 16);
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) total[c] = flush_scaled(total[c], u[c], scale);

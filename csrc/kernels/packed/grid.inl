@@ -220,6 +220,8 @@ template <class P> inline void prefetch_part(const uint8_t* p, int s) {
 
 #if defined(__AVX512BW__)
 #include "kernels/packed/grid_vbmi.inl"
+#elif defined(__AVX2__)
+#include "kernels/packed/grid_narrow.inl"
 #endif
 
 namespace {
@@ -283,6 +285,9 @@ template <class P> inline vf grid_d(const uint8_t* tile, int64_t b) {
 }
 
 template <class P> void grid_tile(const TileArgs& a, bool has_vbmi) {
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+  return grid_narrow_tile<P>(a);
+#endif
   const int64_t blocks = a.k / 256;
   const uint8_t* p = first_block<P>(a.packed, blocks);
   GridStage st;

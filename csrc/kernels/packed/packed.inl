@@ -377,11 +377,11 @@ template <class P> void packed32_many(const TileArgs& a) {
 // Up to here a tile is read again for every few tokens (it stays in the first two caches) rather than staged.
 constexpr int kFewPacked = 2 * kPackedTokens;
 
-template <class P, int C> void narrow256_few(const TileArgs& a, int t);  // narrow.inl, for kNarrowSums
+template <class P, int C> void narrow256_few(const TileArgs& a, int t);  // narrow.inl
 
 template <class P> struct Few256 {
   template <int C> static void run(const TileArgs& a, int t) {
-    if constexpr (kNarrowSums)
+    if constexpr (kHalvesApart<C>)
       narrow256_few<P, C>(a, t);
     else
       packed256_few<P, C>(a, t);

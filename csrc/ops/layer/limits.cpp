@@ -29,7 +29,7 @@ double register_peak(WorkerPool::Session& session, int64_t (*multiply)(int64_t, 
   for (int r = 0; r < repeats; ++r) {
     std::atomic<int64_t> operations{0};
     const auto begin = std::chrono::steady_clock::now();
-    session.run(session.num_threads() * 4, [&](int64_t) {
+    session.run(session.num_threads() * 16, [&](int64_t) {
       int32_t out[32] = {};
       operations += multiply(rounds, out);
     });
@@ -43,19 +43,19 @@ double register_peak(WorkerPool::Session& session, int64_t (*multiply)(int64_t, 
 
 double int8_peak(WorkerPool& pool, int repeats) {
   WorkerPool::Session session(pool);
-  return register_peak(session, session.kernels().multiply_registers, 200000, repeats);
+  return register_peak(session, session.kernels().multiply_registers, 50000, repeats);
 }
 
 double fp32_peak(WorkerPool& pool, int repeats) {
   WorkerPool::Session session(pool);
-  return register_peak(session, session.kernels().multiply_fp32, 200000, repeats);
+  return register_peak(session, session.kernels().multiply_fp32, 50000, repeats);
 }
 
 double bf16_peak(WorkerPool& pool, int repeats) {
   WorkerPool::Session session(pool);
   return session.kernels().multiply_bf16 == nullptr
              ? 0
-             : register_peak(session, session.kernels().multiply_bf16, 20000, repeats);
+             : register_peak(session, session.kernels().multiply_bf16, 5000, repeats);
 }
 
 }  // namespace kt

@@ -12,9 +12,9 @@ import subprocess
 from contextlib import closing
 from typing import Any
 
-from ktransformers.config import cpu_name
 from ktransformers.system.child import follow_parent, spawn_code
 from ktransformers.system.cores import usable_cores
+from ktransformers.system.cpu_names import cpu_name
 from ktransformers.system.process_group import ProcessGroup, Program
 from ktransformers.system.restart_policy import ending
 

@@ -18,10 +18,11 @@ from pathlib import Path
 
 import torch
 
-from ktransformers.config import cpu_name
 from ktransformers.engine.model.threads import settle_torch_threads
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.cpu import WorkerPool, limits
+from ktransformers.system.cores import allowed_cpus, cpu_quota
+from ktransformers.system.cpu_names import cpu_name
 from ktransformers.system.user_folders import user_cache_dir
 
 __all__ = ["BandwidthFile", "bandwidths", "measure_gpu", "measure_ram"]
@@ -126,7 +127,8 @@ def bandwidths(
 
 def _key_of_ram(num_threads: int) -> dict[str, object]:
     pages = os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
-    return {"cpu": cpu_name(), "threads": num_threads, "pages": pages}
+    allowed = sorted(allowed_cpus())  # another part of the machine has other channels, or slower cores
+    return {"cpu": cpu_name(), "threads": num_threads, "pages": pages, "cpus": allowed, "quota": cpu_quota()}
 
 
 def _key_of_gpu(name: str) -> dict[str, object]:

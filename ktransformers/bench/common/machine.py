@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from ktransformers.config import cpu_name
 from ktransformers.kernels.cpu import WorkerPool, limits
 from ktransformers.optimize.machine import detect_machine
 from ktransformers.system.cores import usable_cores
+from ktransformers.system.cpu_names import cpu_name
 
 __all__ = [
     "VideoMemory",

@@ -25,8 +25,8 @@ from typing import Any
 
 from ktransformers.bench.common.report import Column, FigureTable, Record
 from ktransformers.bench.servers.client import Client, RequestError
-from ktransformers.config import cpu_name
 from ktransformers.system.cores import usable_cores
+from ktransformers.system.cpu_names import cpu_name
 
 __all__ = ["SpeedWork", "bench_speed"]
 

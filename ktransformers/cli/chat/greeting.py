@@ -14,9 +14,12 @@ __all__ = ["describe_machine", "describe_model"]
 _TIERS = {
     "scalar": "no vector instructions",
     "avx2": "AVX2",
+    "avx_vnni": "AVX2 with VNNI",
     "avx512_vnni": "AVX-512",
     "avx512_bf16": "AVX-512",
     "amx": "AMX",
+    "neon_dotprod": "NEON",
+    "neon_i8mm": "NEON",
 }
 
 

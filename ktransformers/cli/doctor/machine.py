@@ -13,8 +13,16 @@ from pathlib import Path
 
 from ktransformers.cli.doctor.findings import Check, Finding, ok, warning
 from ktransformers.cli.doctor.system import system_checks
-from ktransformers.config import cpu_name
-from ktransformers.system.cores import cpu_quota, physical_cores, usable_cores
+from ktransformers.system.cores import (
+    allowed_cpus,
+    count_cores,
+    cpu_quota,
+    physical_cores,
+    slow_cpus,
+    threads_within,
+    usable_cores,
+)
+from ktransformers.system.cpu_names import cpu_name
 from ktransformers.system.user_folders import user_cache_dir
 
 __all__ = [
@@ -60,19 +68,24 @@ def machine_checks(*, has_bandwidth: bool = True) -> list[Check]:
 
 def cores(root: Path = ROOT) -> Iterable[Finding]:
     """Compare the cores that the process may run on with those of the machine."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return [judge_cores(physical_cores(), allowed, os.cpu_count() or 1, cpu_quota(root), cpu_name())]
+    allowed = allowed_cpus()
+    num_slow = count_cores(slow_cpus(allowed, root), root)
+    return [judge_cores(physical_cores(), len(allowed), os.cpu_count() or 1, cpu_quota(root), cpu_name(), num_slow)]
 
 
-def judge_cores(physical: int, allowed: int, logical: int, quota: float | None, name: str) -> Finding:
-    """Judge the number of cores. physical: of those that the process may run on.
+def judge_cores(
+    physical: int, allowed: int, logical: int, quota: float | None, name: str, num_slow: int = 0
+) -> Finding:
+    """Judge the number of cores. physical: of those that the process may run on. num_slow: efficiency
+    cores among these.
 
     allowed, logical: hyper-threads, by affinity and in all.
     """
-    text = f"{physical} physical, {allowed} logical ({name})"
-    if quota is not None and quota < physical:
+    kinds = f" ({physical - num_slow} performance, {num_slow} efficiency)" if num_slow else ""
+    text = f"{physical} physical{kinds}, {allowed} logical ({name})"
+    if threads_within(physical, quota) < physical:
         return warning("cores", f"{text}, but the control group's CPU quota is {quota:g} of them: "
-                       f"--cpu_infer is {max(int(quota), 1)} by itself",
+                       f"--cpu_infer is {threads_within(physical, quota)} by itself",
                        "for more, raise docker --cpus, Kubernetes' limits.cpu or systemd's CPUQuota")  # fmt: skip
     if allowed < logical:
         return warning("cores", f"{text} of {logical}, by the affinity of this process",

@@ -150,7 +150,7 @@ def instruction_set(environ: Mapping[str, str] = os.environ) -> Iterable[Finding
         return
     if best == "scalar":
         yield warning("instruction set", "scalar: no SIMD unit that kernels know, so everything is slow",
-                      "use a processor with AVX2")  # fmt: skip
+                      "use a processor with AVX2, or on Arm one with dot products (Armv8.2)")  # fmt: skip
         return
     bf16 = "with" if cpu.has_bf16(known[-1]) else "without"
     yield ok("instruction set", f"{best}, {bf16} products of bf16 (--cpu_prefill); of {names}")

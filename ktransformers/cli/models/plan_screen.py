@@ -32,6 +32,7 @@ def screen(preview: DryRun, bandwidth: Mapping[str, float], expected: Expected |
         *_wrapped_verdict(preview),
         "",
         *_model_lines(summary),
+        *(() if preview.threads is None else (_line("threads", preview.threads),)),
         *_speed_lines(summary, bandwidth),
         *(() if expected is None else _expected_lines(expected)),
         "",
@@ -243,6 +244,7 @@ def summary_json(preview: DryRun, bandwidth: Mapping[str, float], expected: Expe
         "context_len": summary.context_len,
         "cache_tokens": summary.cache_tokens,
         "chunk_size": summary.chunk_size,
+        "num_threads": preview.num_threads,
         "parts": [asdict(part) for part in summary.parts],
         "verdict": verdict(preview),
         "remedies": [

@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from ktransformers.errors import ConfigError, UnsupportedError
-from ktransformers.system.cores import usable_cpus
+from ktransformers.system.cores import usable_cores
 
 if TYPE_CHECKING:
     from ktransformers.cluster.config import ClusterArgs
@@ -127,7 +127,7 @@ def _count(text: str) -> tuple[int, int]:
 
 def _share(num_replicas: int) -> float:
     """Cores of this machine for each of so many, or of so many stages."""
-    cores = usable_cpus()
+    cores = usable_cores()
     return float(cores // num_replicas) if cores >= num_replicas >= 1 else cores / max(num_replicas, 1)
 
 

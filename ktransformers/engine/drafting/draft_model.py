@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -134,7 +134,7 @@ class DraftModelForward:
         self._own_vocab = int(runner.model.config.vocab_size)
 
     def run(
-        self, pieces: Sequence[Piece], requests: Sequence[LogitsRequest], behind: Sequence[int] = ()
+        self, pieces: Sequence[Piece], requests: Sequence[LogitsRequest], behind: Sequence[int] = (), depth: int = 0
     ) -> DraftOutput:
         """Run a step, see DraftForward."""
         if self._own_vocab == self.limits.vocab_size:
@@ -161,3 +161,6 @@ class DraftModelForward:
     def hidden_states(self, first: int, count: int) -> torch.Tensor | None:
         """Return None: a whole model takes none."""
         return None
+
+    def forget(self, run_ids: Iterable[int] | None) -> None:
+        """Do nothing: it keeps nothing of single sequences."""

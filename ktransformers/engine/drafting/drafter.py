@@ -15,7 +15,7 @@ model of its own has run it already; an MTP layer runs it again, with the hidden
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -28,7 +28,17 @@ from ktransformers.engine.sampling.logits_request import StepLogits
 from ktransformers.engine.step.drafts import ComputedRow, DraftRequest
 from ktransformers.kernels.cpu import WorkerPool
 
-__all__ = ["DraftForward", "DraftLimits", "DraftOutput", "LogitsRequest", "ModelDrafter", "Piece"]
+__all__ = [
+    "MAX_WAITING",
+    "DraftForward",
+    "DraftLimits",
+    "DraftOutput",
+    "LogitsRequest",
+    "ModelDrafter",
+    "Pages",
+    "Piece",
+    "packed",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +46,7 @@ MAX_WAITING = 32
 """Tokens of a sequence that wait at most. A step of so many reads the weights of most models hardly more often than
 one of a few."""
 
-_Pages = npt.NDArray[np.int32]
+Pages = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +57,7 @@ class Piece:
     run_id: int
     start: int
     token_ids: Sequence[int]
-    pages: _Pages
+    pages: Pages
     hidden_states: torch.Tensor | None = None
 
     @property
@@ -105,10 +115,11 @@ class DraftForward(Protocol):
         ...
 
     def run(
-        self, pieces: Sequence[Piece], requests: Sequence[LogitsRequest], behind: Sequence[int] = ()
+        self, pieces: Sequence[Piece], requests: Sequence[LogitsRequest], behind: Sequence[int] = (), depth: int = 0
     ) -> DraftOutput:
         """Run a step, at most one piece of each sequence. requests: one for each piece. behind: pieces with a request,
-        behind each of which the next step runs a token and nothing else; `drop_held` if it does not."""
+        behind each of which the next step runs a token and nothing else; `drop_held` if it does not. depth: how many
+        draft tokens of each sequence are run already, or are in the pieces."""
         ...
 
     def drop_held(self) -> None:
@@ -118,6 +129,10 @@ class DraftForward(Protocol):
     def hidden_states(self, first: int, count: int) -> torch.Tensor | None:
         """Return a copy of the target's hidden states [count, H] of rows of its last step, where the draft model is;
         None where none are taken."""
+        ...
+
+    def forget(self, run_ids: Iterable[int] | None) -> None:
+        """Forget sequences that are over; None: all."""
         ...
 
 
@@ -149,7 +164,7 @@ class _Run:
         if hidden_states is not None:
             self.hidden_states.append(hidden_states[known:])
 
-    def take(self, run_id: int, pages: _Pages, count: int) -> Piece:
+    def take(self, run_id: int, pages: Pages, count: int) -> Piece:
         """The first `count` entries that wait, as run from now on."""
         hidden = None
         if self.hidden_states:
@@ -230,7 +245,7 @@ class ModelDrafter:
         samplers = [request.sampler for request in requests]
         needs = [sampler.later_request if depth else sampler.logits_request for sampler in samplers]
         found: list[tuple[int, torch.Tensor | None]] = [(0, None)] * len(pieces)
-        for ended, output in self._run(pieces, needs, left):
+        for ended, output in self._run(pieces, needs, left, depth):
             places = [requests[i].position + 1 + depth for i in ended]
             tokens = draw_drafts(output.logits, [samplers[i] for i in ended], places, self._pool, is_first=not depth)
             for nth, (i, token_id) in enumerate(zip(ended, tokens, strict=True)):
@@ -262,7 +277,7 @@ class ModelDrafter:
                 pieces.append(run.take(row.run_id, row.pages, len(run.waiting) - 1))
         self._run_silently(pieces)
 
-    def end(self, runs: Sequence[tuple[int, _Pages]]) -> None:
+    def end(self, runs: Sequence[tuple[int, Pages]]) -> None:
         """Forget runs, see EngineDrafter.end. What waits of them is run before, for whoever finds their pages."""
         pieces = list[Piece]()
         for run_id, pages in runs:
@@ -270,10 +285,12 @@ class ModelDrafter:
             if run is not None and run.waiting and self._keeps_prefixes:
                 pieces.append(run.take(run_id, pages, len(run.waiting)))
         self._run_silently(pieces)
+        self._forward.forget([run_id for run_id, _ in runs])
 
     def reset(self) -> None:
         """Forget all runs."""
         self._runs.clear()
+        self._forward.forget(None)
 
     def _run_silently(self, pieces: Sequence[Piece]) -> None:
         """Run pieces behind which nothing is drafted."""
@@ -281,26 +298,30 @@ class ModelDrafter:
             pass
 
     def _run(
-        self, pieces: Sequence[Piece], requests: Sequence[LogitsRequest], behind: Sequence[int] = ()
+        self,
+        pieces: Sequence[Piece],
+        requests: Sequence[LogitsRequest],
+        behind: Sequence[int] = (),
+        depth: int = 0,
     ) -> Iterator[tuple[list[int], DraftOutput]]:
         """Run pieces in as few steps as have room for them. Yields, for each step in which pieces with a request end,
-        their indices and its output, good until the next one. behind: see DraftForward.run."""
+        their indices and its output, good until the next one. behind, depth: see DraftForward.run."""
         room = self._forward.limits.longest
         num_rows = sum(len(piece.token_ids) for piece in pieces)
         if 0 < num_rows <= self._forward.limits.max_rows and max(piece.end for piece in pieces) <= room:
-            output = self._forward.run(pieces, requests, behind)
+            output = self._forward.run(pieces, requests, behind, depth)
             yield [i for i, request in enumerate(requests) if request is not None], output
             return
         pieces = [piece.cut(0, max(room - piece.start, 0)) for piece in pieces]
-        for step in _packed([len(piece.token_ids) for piece in pieces], self._forward.limits.max_rows):
+        for step in packed([len(piece.token_ids) for piece in pieces], self._forward.limits.max_rows):
             wanted = [requests[i] if end == len(pieces[i].token_ids) else None for i, _, end in step]
-            output = self._forward.run([pieces[i].cut(begin, end) for i, begin, end in step], wanted)
+            output = self._forward.run([pieces[i].cut(begin, end) for i, begin, end in step], wanted, depth=depth)
             ended = [i for (i, _, _), request in zip(step, wanted, strict=True) if request is not None]
             if ended:
                 yield ended, output
 
 
-def _packed(lengths: Sequence[int], most: int) -> list[list[tuple[int, int, int]]]:
+def packed(lengths: Sequence[int], most: int) -> list[list[tuple[int, int, int]]]:
     """Divide stretches of such lengths into steps of up to `most` entries: (stretch, begin, end) of each part, at most
     one of a stretch in a step."""
     steps, room = list[list[tuple[int, int, int]]](), 0

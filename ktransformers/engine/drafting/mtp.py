@@ -8,7 +8,7 @@ before it runs. On a GPU those of the target's last layer stay there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -53,13 +53,17 @@ class MtpForward:
 
     @torch.inference_mode()
     def run(
-        self, pieces: Sequence[Piece], requests: Sequence[LogitsRequest], behind: Sequence[int] = ()
+        self, pieces: Sequence[Piece], requests: Sequence[LogitsRequest], behind: Sequence[int] = (), depth: int = 0
     ) -> DraftOutput:
         """Run a step, see DraftForward."""
         if not self._steps.has_held:  # else they are where it reads them
             self._entry.give([piece.hidden_states for piece in pieces if piece.hidden_states is not None])
         logits, kept = self._steps.run(pieces, requests, behind)
         return DraftOutput(logits, self._returned(kept) if kept and not self._steps.has_held else None)
+
+    def own_rows(self, count: int) -> torch.Tensor:
+        """Return a copy of what its last step made of its first `count` rows, [count, H] where it is."""
+        return self._own_hidden.rows(0, count)
 
     def _go_on(self, rows: list[int]) -> None:
         self._entry.give([self._returned(rows)])
@@ -75,3 +79,6 @@ class MtpForward:
     def hidden_states(self, first: int, count: int) -> torch.Tensor | None:
         """Return a copy of the target's hidden states, see DraftForward."""
         return self._device.to_device(self._target_hidden.rows(first, count))
+
+    def forget(self, run_ids: Iterable[int] | None) -> None:
+        """Do nothing: it keeps nothing of single sequences."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
+from dataclasses import replace
 
 from ktransformers.cache.paged import Lenders
 from ktransformers.config import EngineConfig
@@ -15,6 +16,7 @@ from ktransformers.engine.damage.scan import DamageScan
 from ktransformers.engine.drafting.draft_model import DraftModelForward
 from ktransformers.engine.drafting.drafter import DraftForward, DraftLimits, ModelDrafter
 from ktransformers.engine.drafting.mtp import MtpForward
+from ktransformers.engine.drafting.mtp_layers import MtpLayers
 from ktransformers.engine.load.loaded import Engine, LoadedModel, LoadedPart
 from ktransformers.engine.load.stages import (
     CapturedModel,
@@ -150,27 +152,42 @@ def _load_drafter(draft: PlannedDraft, target: CapturedModel, progress: Progress
 
     Errors as `build_engine`; the target is closed then.
     """
-    pool, entry = target.forward.pool, draft.opened.model.get_input_embeddings()
-    if isinstance(entry, MtpInput):
-        entry.take_source(target.forward.embedding)
+    pool, forwards = target.forward.pool, list[DraftForward]()
+    planned: PlannedDraft | None = draft
     with ExitStack() as undo:
         undo.callback(pool.close)
         undo.callback(target.plan.devices.close)
-        built = _build(draft.opened, draft.cache_plan, draft.hardware_now(), progress, target=target)
-        target.plan.devices.close_with_this(built.plan.devices)
+        while planned is not None:
+            forward, planned = _load_draft(planned, target, progress)
+            forwards.append(forward)
         undo.pop_all()
+    made, several = forwards[0], [forward for forward in forwards if isinstance(forward, MtpForward)]
+    if len(several) > 1:
+        rows, batch = min(one.limits.max_rows for one in several), draft.cache_plan.max_batch_size
+        share = rows if batch * len(several) <= rows else max(rows // len(several), 1)
+        made = MtpLayers(several, replace(several[0].limits, max_rows=share))
+        logger.info("%d layers for multi-token prediction make a draft token each", len(several))
+    keeps_prefixes = target.config.prefix_cache and not made.is_fixed
+    return ModelDrafter(made, pool, keeps_prefixes=keeps_prefixes)
+
+
+def _load_draft(
+    draft: PlannedDraft, target: CapturedModel, progress: Progress | None
+) -> tuple[DraftForward, PlannedDraft | None]:
+    """Load one model that drafts. Returns it, and the plan of the one that drafts the token behind its own."""
+    entry = draft.opened.model.get_input_embeddings()
+    if isinstance(entry, MtpInput):
+        entry.take_source(target.forward.embedding)
+    built = _build(draft.opened, draft.cache_plan, draft.hardware_now(), progress, target=target)
+    target.plan.devices.close_with_this(built.plan.devices)
     logger.info("draft tokens come from %s", built.model.description)
-    runner, num_slots = ModelRunner(built.forward, built.decode), target.cache.num_slots
-    longest = draft.opened.facts.longest_sequence(num_slots)
+    runner = ModelRunner(built.forward, built.decode)
+    longest = draft.opened.facts.longest_sequence(target.cache.num_slots)
     limits = DraftLimits(built.config.chunk_size, longest, target.model.vocab_size)
-    made: DraftForward
-    keeps_prefixes = target.config.prefix_cache and not draft.opened.facts.is_borrowing
     if isinstance(entry, MtpInput):
         passes, is_fixed = (built.forward, target.forward), draft.opened.facts.is_borrowing
-        made = MtpForward(runner, built.cache, limits, entry, *passes, is_fixed=is_fixed)
-    else:
-        made = DraftModelForward(runner, built.cache, limits)
-    return ModelDrafter(made, pool, keeps_prefixes=keeps_prefixes)
+        return MtpForward(runner, built.cache, limits, entry, *passes, is_fixed=is_fixed), built.draft
+    return DraftModelForward(runner, built.cache, limits), built.draft
 
 
 def _lenders(draft: OpenedModel, target: CapturedModel) -> Lenders | None:

@@ -28,7 +28,7 @@ from ktransformers.engine.model.hot_file import HotFile
 from ktransformers.engine.model.mtp import MtpInput
 from ktransformers.engine.model.opened import ModelDescription, OpenedModel, describe_model
 from ktransformers.engine.model.skeleton import restore_buffers
-from ktransformers.engine.model.threads import settle_torch_threads
+from ktransformers.engine.model.threads import settle_slow_threads, settle_torch_threads
 from ktransformers.engine.parallel.ranks.ranks import Ranks, ResolvedPlan
 from ktransformers.engine.plan.attention import find_flash
 from ktransformers.engine.plan.cache_plan import CachePlan
@@ -47,6 +47,7 @@ from ktransformers.engine.step.layout import (
 )
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.models.facts import ModelFacts
+from ktransformers.models.mtp_config import mtp_family
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.rope import settle_rotations
 from ktransformers.operators.base import ExpertStats
@@ -238,7 +239,8 @@ def arrange_model(loaded: LoadedWeights, lenders: Lenders | None = None) -> Arra
     if loaded.layout.is_cpu and opened.config.pipeline == 1:
         forward.short = find_fused_decode(opened.model, planned.shapes, pool, loaded.longest)
     if loaded.drafts_of_hidden_states:
-        forward.last_hidden = LastHiddenHook(opened.model)
+        family = mtp_family(opened.facts.model_type)
+        forward.last_hidden = LastHiddenHook(opened.model, family.norm, is_normed=family.takes_normed)
     return ArrangedModel(loaded, cache, identified, forward)
 
 
@@ -298,7 +300,9 @@ def _new_pool(num_threads: int, cpu_activations: str) -> WorkerPool:
     crowded = why_crowded(num_threads)
     if crowded is not None:
         logger.warning("%s", crowded)
-    return WorkerPool(num_threads, planes=1 + CPU_ACTIVATIONS.index(cpu_activations))
+    pool = WorkerPool(num_threads, planes=1 + CPU_ACTIVATIONS.index(cpu_activations))
+    settle_slow_threads(pool)
+    return pool
 
 
 def _say_products(plan: Plan, shapes: Sequence[LayerShape], pool: WorkerPool) -> None:

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from ktransformers.engine.model.mtp import LAYER, OUTPUT_PROJECTION, PROJECTION, MtpInput
+from ktransformers.engine.model.mtp import MtpInput
+from ktransformers.engine.model.mtp_names import OUTPUT_PROJECTION, PROJECTION
 from ktransformers.engine.model.skeleton import build_skeleton
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.assistant_config import GGUF_ARCH, GGUF_WIDTH
@@ -45,10 +46,10 @@ _GGUF_RENAMED = {
     "nextn.post_projection.weight": "blk.0.nextn.post_projection.weight",
 }
 
-_HEAD, _TABLE = "lm_head", "lm_head.table"
+_LAYER, _HEAD, _TABLE = "model.layers.0", "lm_head", "lm_head.table"
 _RENAMED = {
-    "pre_projection.": f"{LAYER}.{PROJECTION}.",
-    "post_projection.": f"{LAYER}.{OUTPUT_PROJECTION}.",
+    "pre_projection.": f"{_LAYER}.{PROJECTION}.",
+    "post_projection.": f"{_LAYER}.{OUTPUT_PROJECTION}.",
     "masked_embedding.": f"{_HEAD}.",
 }
 

@@ -6,128 +6,29 @@ DeepSeek-V3 (arXiv 2412.19437, 2.2) calls it so, GLM-4.5, Qwen3-Next, Qwen3.5 an
 
 hidden states: those behind the model's last norm, or behind this layer's own, for tokens further on. The decoder layer,
 its norm and the rotation are those of the family's class of transformers, so that rules replace them as in any layer.
-Files keep the tensors behind the model's own, or under names of their own; here they are told apart, and renamed to
-what a model of one layer calls them. Where there are several such layers, the first one is taken for all tokens.
+Tensors have the names that a model of one layer has (mtp_names.py); what differs by family is in models/mtp_config.py.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from typing_extensions import override
 
+from ktransformers.engine.model.mtp_names import INPUT_NORMS, OUTPUT_PROJECTION, PROJECTION
 from ktransformers.engine.model.skeleton import build_skeleton
 from ktransformers.errors import UnsupportedError
+from ktransformers.models.mtp_config import mtp_family
 from ktransformers.operators.device import Device
 from ktransformers.operators.partial_sums import PassThrough, Placeholder
-from ktransformers.weights.gguf.file import GGUFModel
-from ktransformers.weights.safetensors.file import SafetensorsModel
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = [
-    "INPUT_NORMS",
-    "LAYER",
-    "OUTPUT_PROJECTION",
-    "PROJECTION",
-    "MtpInput",
-    "MtpNames",
-    "build_mtp",
-    "renamed_gguf",
-    "renamed_tensors",
-]
-
-LAYER = "model.layers.0"
-INPUT_NORMS, PROJECTION, OUTPUT_PROJECTION = ("enorm", "hnorm"), "eh_proj", "post_projection"
-"""Children that the first decoder layer has besides its own until they are loaded: what makes its input, and hidden
-states of the target's width of its output where that has another one."""
-
-_EXPERTS = re.compile(r"\.experts\.|ffn_(gate|up|down|gate_up)_exps\.")
-
-_OWN_PREFIX = re.compile(r"(?:.*\.)?mtp\.(?P<name>.+)")
-_OF_TOP = {
-    "fc": f"{LAYER}.{PROJECTION}",
-    "pre_fc_norm_embedding": f"{LAYER}.enorm",
-    "pre_fc_norm_hidden": f"{LAYER}.hnorm",
-    "norm": "model.norm",
-    "layers.0.final_layernorm": "model.norm",
-    "layers.0.shared_head.norm": "model.norm",
-}
-"""Names below `mtp.` that are not the decoder layer's, by what the skeleton calls them."""
-
-_SHARED = re.compile(r"(embed_tokens|shared_head\.head|nextn\.embed_tokens|nextn\.shared_head_head)\..*")
-"""Copies of the model's own embedding and head."""
-
-
-@dataclass(frozen=True, slots=True)
-class MtpNames:
-    """What files call the tensors of a layer for multi-token prediction: {stored name: name in a model of one layer}.
-
-    has_experts: whether its feed-forward block is one of experts.
-    """
-
-    names: Mapping[str, str]
-    has_experts: bool
-
-    @classmethod
-    def of_safetensors(cls, stored: Iterable[str], num_layers: int) -> MtpNames | None:
-        """Find them in a checkpoint of Hugging Face's; None where there are none. num_layers: the model's own."""
-        found: dict[str, str] = {}
-        behind = re.compile(rf"(?:.*\.)?layers\.{num_layers}\.(?P<name>.+)")
-        for name in stored:
-            own, later = _OWN_PREFIX.fullmatch(name), behind.fullmatch(name)
-            if own is not None:
-                renamed = _below_mtp(own["name"])
-            elif later is not None:
-                renamed = _in_layer(later["name"])
-            else:
-                continue
-            if renamed is not None:
-                found[name] = renamed
-        return cls._complete(found, f"{LAYER}.{PROJECTION}.")
-
-    @classmethod
-    def of_gguf(cls, stored: Iterable[str], num_layers: int) -> MtpNames | None:
-        """Find them in a GGUF; None where there are none. num_layers: the model's own."""
-        prefix, norm, found = f"blk.{num_layers}.", "nextn.shared_head_norm", dict[str, str]()
-        names = list(stored)
-        for name in names:
-            inner = name.removeprefix(prefix)
-            if inner == name or _SHARED.fullmatch(inner):
-                continue
-            is_norm = inner.startswith(f"{norm}.")
-            found[name] = inner.replace(norm, "output_norm") if is_norm else f"blk.0.{inner}"
-        if found and "output_norm.weight" not in found.values() and "output_norm.weight" in names:
-            found["output_norm.weight"] = "output_norm.weight"  # it has none of its own
-        return cls._complete(found, "blk.0.nextn.eh_proj.")
-
-    @classmethod
-    def _complete(cls, names: dict[str, str], projection: str) -> MtpNames | None:
-        if not any(name.startswith(projection) for name in names.values()):
-            return None
-        return cls(names, any(_EXPERTS.search(name) for name in names.values()))
-
-
-def _below_mtp(name: str) -> str | None:
-    for prefix, renamed in _OF_TOP.items():
-        if name.startswith(f"{prefix}."):
-            return renamed + name.removeprefix(prefix)
-    layer = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
-    return None if layer is None or layer[1] != "0" else _in_layer(layer[2])
-
-
-def _in_layer(name: str) -> str | None:
-    if _SHARED.fullmatch(name):
-        return None
-    if name.startswith("shared_head.norm."):
-        return "model.norm." + name.removeprefix("shared_head.norm.")
-    return f"{LAYER}.{name}"
+__all__ = ["MtpInput", "build_mtp"]
 
 
 class MtpInput(Placeholder):
@@ -210,40 +111,25 @@ class MtpInput(Placeholder):
         return self.project(self.source(input_ids).to("cpu", torch.float32))
 
 
-def build_mtp(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
-    """Build the skeleton of a model of one layer, whose embedding and head are placeholders. Raises
-    UnsupportedError."""
+def build_mtp(config: PretrainedConfig, trust_remote_code: bool, *, has_head: bool = False) -> PreTrainedModel:
+    """Build the skeleton of a model that is one such layer, whose embedding is a placeholder, and its head unless it
+    has one of its own. Raises UnsupportedError."""
     model: Any = build_skeleton(config, trust_remote_code)
-    try:
-        base, layer, norm = model.model, model.model.layers[0], model.model.norm
-        eps = config.rms_norm_eps
-    except (AttributeError, IndexError) as error:
+    base = model.base_model
+    layers, norm = getattr(base, "layers", None), getattr(base, mtp_family(config.model_type).norm, None)
+    eps = getattr(config, "rms_norm_eps", None) or getattr(config, "layer_norm_epsilon", None)
+    if not layers or norm is None or eps is None or not hasattr(model, "lm_head"):
         raise UnsupportedError(
             f"model type {config.model_type} is not built like those whose layers for multi-token prediction are "
             "known; take --speculative ngram, or --draft_model"
-        ) from error
-    size = config.hidden_size
+        )
+    layer, size = layers[0], config.hidden_size
     with torch.device("meta"):
         for name in INPUT_NORMS:
             layer.add_module(name, type(norm)(size, eps=eps))
         layer.add_module(PROJECTION, nn.Linear(2 * size, size, bias=False))
-    base.embed_tokens, model.lm_head = MtpInput(layer, size), PassThrough()  # the head is the target's own
-    return model.eval()
-
-
-_File = TypeVar("_File", bound=Any)
-
-
-def _renamed(file: _File, names: Mapping[str, str]) -> _File:
-    tensors = {names[name]: replace(tensor, name=names[name]) for name, tensor in file.tensors.items() if name in names}
-    return replace(file, tensors=tensors)
-
-
-def renamed_tensors(model: SafetensorsModel, names: Mapping[str, str]) -> SafetensorsModel:
-    """Return the tensors of `names` alone, called as it says."""
-    return SafetensorsModel([_renamed(file, names) for file in model.files])
-
-
-def renamed_gguf(model: GGUFModel, names: Mapping[str, str]) -> GGUFModel:
-    """Return the tensors of `names` alone, called as it says, with all metadata."""
-    return GGUFModel([_renamed(file, names) for file in model.files])
+    model.set_input_embeddings(MtpInput(layer, size))
+    if not has_head:
+        model.lm_head = PassThrough()  # it is the target's own
+    built: PreTrainedModel = model.eval()
+    return built

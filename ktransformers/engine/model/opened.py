@@ -23,7 +23,8 @@ from ktransformers.engine.model.card import ModelCard, card_of
 from ktransformers.engine.model.config_checks import check_layers, check_parameters
 from ktransformers.engine.model.draft_model import check_same_tokens, draft_config, mtp_layer_config
 from ktransformers.engine.model.file_layouts import note_layout
-from ktransformers.engine.model.mtp import MtpNames, build_mtp, renamed_gguf, renamed_tensors
+from ktransformers.engine.model.mtp import build_mtp
+from ktransformers.engine.model.mtp_names import MtpNames, renamed_gguf, renamed_tensors
 from ktransformers.engine.model.skeleton import build_skeleton, check_kinds, check_model_type, load_hf_config
 from ktransformers.errors import ConfigError, FormatError, UnsupportedError, WeightError, reason_of
 from ktransformers.models.assistant_config import GGUF_ARCH, assistant_config, config_of_assistant, is_assistant
@@ -33,7 +34,7 @@ from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf_config import FACTOR_TENSORS, config_from_gguf
 from ktransformers.models.gguf_sampling import sampling_defaults
 from ktransformers.models.heads import settle_head
-from ktransformers.models.mtp_config import mtp_config
+from ktransformers.models.mtp_config import mtp_config, mtp_family
 from ktransformers.operators.partial_sums import PartialSums
 from ktransformers.system.file_kinds import wrong_start
 from ktransformers.tokenizer import Tokenizer, has_tokenizer_files, load_tokenizer, read_chat_template
@@ -146,25 +147,37 @@ def open_model(config: EngineConfig, target: OpenedModel | None = None) -> Opene
 
 
 def _open_mtp(target: OpenedModel, stored: SafetensorsModel | None) -> OpenedModel:
-    """The target's own layer for multi-token prediction, as a model. Raises UnsupportedError where it has none."""
-    gguf, num_layers = target.gguf, target.facts.num_layers
+    """The target's own layer for multi-token prediction, as a model. Where there are several, each drafts the token
+    behind that of the one whose `draft` it is. Raises UnsupportedError where the target has none."""
+    gguf, num_layers, config = target.gguf, target.facts.num_layers, target.hf_config
     if gguf is not None:
-        names = MtpNames.of_gguf(gguf.tensors, num_layers)
+        found = MtpNames.of_gguf(gguf.tensors, num_layers, config)
     else:
         assert stored is not None
-        names = MtpNames.of_safetensors(stored.tensors, num_layers)
-    if names is None:
+        found = MtpNames.of_safetensors(stored.tensors, num_layers, config)
+    why_not = mtp_family(target.facts.model_type).why_not
+    if why_not is not None or not found:
+        why_not = f"one that is not run: {why_not}" if why_not else "none, or one of a kind that is not known here"
         raise UnsupportedError(
-            f"--speculative mtp: the files of this model ({target.facts.model_type}) hold no layer for multi-token "
-            "prediction; take --speculative ngram, or --draft_model"
+            f"--speculative mtp: of layers for multi-token prediction, the files of this model "
+            f"({target.facts.model_type}) hold {why_not}; take --speculative ngram, or --draft_model"
         )
-    config = mtp_layer_config(target.config)
-    hf_config = mtp_config(target.hf_config, has_experts=names.has_experts)
+    used, draft = found[: target.config.speculative_tokens], None
+    for index, names in reversed(list(enumerate(used))):
+        draft = replace(_open_mtp_layer(target, stored, names, index), draft=draft)
+    assert draft is not None
+    return draft
+
+
+def _open_mtp_layer(target: OpenedModel, stored: SafetensorsModel | None, names: MtpNames, index: int) -> OpenedModel:
+    """Layer `index` for multi-token prediction of a model. Raises UnsupportedError."""
+    config, gguf = mtp_layer_config(target.config), target.gguf
+    hf_config = mtp_config(target.hf_config, has_experts=names.has_experts, index=index)
     facts = _facts_of(hf_config, config.trust_remote_code)
     if gguf is not None:
         gguf = renamed_gguf(gguf, names.names)
         note_layout(hf_config, facts, gguf)
-    model = build_mtp(hf_config, config.trust_remote_code)
+    model = build_mtp(hf_config, config.trust_remote_code, has_head=names.has_head)
     source: WeightSource
     if gguf is not None:
         source = GGUFSource(gguf, facts)

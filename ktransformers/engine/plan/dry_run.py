@@ -18,6 +18,7 @@ from ktransformers.engine.plan.fit_suggestions import FitSuggestions, find_fit_s
 from ktransformers.engine.plan.planning import Hardware, Planned, Planner
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.summary import Summary, summarize
+from ktransformers.system.cores import describe_threads
 
 __all__ = ["DryRun", "dry_run", "on_one_thread"]
 
@@ -26,13 +27,15 @@ __all__ = ["DryRun", "dry_run", "on_one_thread"]
 class DryRun:
     """The results of planning a model without loading it.
 
-    fit_suggestions: None when the model fits. num_threads: of the worker pool that would run it.
+    fit_suggestions: None when the model fits. num_threads: of the worker pool that would run it. threads: what decides
+    where they run, see describe_threads; None when that is nothing worth saying, or --cpu_infer.
     """
 
     plan: Plan
     summary: Summary
     fit_suggestions: FitSuggestions | None
     num_threads: int
+    threads: str | None = None
 
 
 def dry_run(opened: OpenedModel, hardware: Hardware | None = None, name: str | None = None) -> DryRun:
@@ -75,7 +78,9 @@ def _dry_run(opened: OpenedModel, hardware: Hardware, name: str | None) -> DryRu
             return _plan(replace(opened, config=config), hardware)[0]
 
         suggestions = find_fit_suggestions(planned, opened.config, hardware, plan_again)
-    return DryRun(planned.plan, summary, suggestions, opened.config.cpu_infer or settled.num_threads)
+    asked = opened.config.cpu_infer
+    threads = None if asked else describe_threads(settled.num_threads)
+    return DryRun(planned.plan, summary, suggestions, asked or settled.num_threads, threads)
 
 
 def _plan(opened: OpenedModel, hardware: Hardware) -> tuple[Planned, Hardware]:

@@ -26,7 +26,7 @@ from ktransformers.engine.plan.tier_plan import tier_bytes
 from ktransformers.engine.step.cuda_graphs import CudaGraphs, GraphBackend
 from ktransformers.engine.step.expert_streaming import PrefillTools, cuda_tools
 from ktransformers.engine.step.graph_sizes import DRAFT_ROWS, GRAPH_ROWS, largest_graph
-from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.errors import ConfigError, TensorMismatchError, UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.registry import default_optimize_rules, ignorable_tensors
@@ -327,11 +327,23 @@ class Planner:
         return {} if sums is None or not sums.group.rank or not gpus else dict.fromkeys(sums.experts, gpus[0])
 
     def _planned_draft(self, target: Planned, hardware: Hardware) -> PlannedDraft | None:
-        """Plan the model that drafts, beside what the target holds so far: on the GPU of its last layer if that has
-        room, else on the CPU. One that attends to the target's keys and values goes nowhere else than these."""
-        draft = self.opened.draft
-        if draft is None:
+        """Plan the model that drafts, beside what the target holds so far. Raises UnsupportedError for an MTP layer
+        that is not made of what the family's layers are."""
+        if self.opened.draft is None:
             return None
+        try:
+            return self._placed_draft(self.opened.draft, target, hardware)
+        except TensorMismatchError as error:
+            if self.opened.config.drafter != "mtp":
+                raise
+            raise UnsupportedError(
+                f"--speculative mtp: this model's layer for multi-token prediction ({self.opened.facts.model_type}) is "
+                f"of a kind that is not known here: {error}; take --speculative ngram, or --draft_model"
+            ) from error
+
+    def _placed_draft(self, draft: OpenedModel, target: Planned, hardware: Hardware) -> PlannedDraft:
+        """On the GPU of the target's last layer if that has room, else on the CPU. One that attends to the target's
+        keys and values goes nowhere else than these."""
         config = replace(draft.config, cache_lens=target.num_slots, chunk_size=target.chunk_size)
         draft = replace(draft, config=config)
         size = self.cache_plan.page_size(target.shapes)

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ktransformers import __version__
-from ktransformers.config import EngineConfig, cpu_name
+from ktransformers.config import EngineConfig
 from ktransformers.engine.model.card import ModelCard
 from ktransformers.hub.locate import title_of
 from ktransformers.optimize.machine_speed import GpuSpeed, SpeedFile
 from ktransformers.profiling.messages import ProfileMeta
+from ktransformers.system.cpu_names import cpu_name
 
 if TYPE_CHECKING:
     from ktransformers.engine.load.builder import LoadedModel

@@ -12,7 +12,6 @@ from typing import Protocol
 
 import torch
 
-from ktransformers.config import cpu_name
 from ktransformers.errors import KernelError
 from ktransformers.kernels.cpu import MoeKernel
 from ktransformers.kernels.transfer.async_cpu_experts import AsyncCpuExperts, StreamShape
@@ -27,6 +26,7 @@ from ktransformers.operators.experts.staging import HostExperts, Staging, Stagin
 from ktransformers.operators.experts.streamed import ExpertPrefill, PrefillLayer, PrefillShape
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.streaming import Streaming
+from ktransformers.system.cpu_names import cpu_name
 
 __all__ = ["PrefillDriver", "PrefillStream", "PrefillTools", "cuda_tools", "open_prefill", "open_prefills"]
 

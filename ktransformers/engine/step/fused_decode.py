@@ -76,18 +76,20 @@ class FusedDecode:
         """Run a step on the CPU: int64 [T] ids and positions, int64 [N] rows to keep -> fp32 logits [N, vocab_size].
 
         meanwhile: called right before the layers, the one part that leaves Python to others for long. last_hidden:
-        keeps all rows behind the norm.
+        keeps all rows behind the norm, or in front of it.
         """
         rows: Tensor = self.embedding(token_ids[None])
         angles = self.rotation(rows, positions[None])
         if meanwhile is not None:
             meanwhile()
         rows = self.layers(rows, forward_context=context, position_embeddings=angles)
-        if last_hidden is not None:
+        norms_all = last_hidden is not None and last_hidden.is_normed
+        if norms_all:
             rows = self.norm(rows)
+        if last_hidden is not None:
             last_hidden.keep(rows[0])
         kept = rows if keep.shape[0] == rows.shape[1] == 1 else rows[:, keep]  # len() of a tensor is slow Python
-        logits: Tensor = self.head(kept if last_hidden is not None else self.norm(kept))
+        logits: Tensor = self.head(kept if norms_all else self.norm(kept))
         return logits[0]
 
 

@@ -78,11 +78,12 @@ class LastHiddenHook:
     """Keeps the hidden states behind the last norm of each step, on the device that computes them, for a drafter.
 
     Steps that are replayed run no Python: what is captured copies their rows to memory of their own. replayed_rows:
-    most rows of such steps, set before anything is captured; 0: there are none.
+    most rows of such steps, set before anything is captured; 0: there are none. is_normed: False for those in front of
+    the last norm, which is called `norm`.
     """
 
-    def __init__(self, model: Any):
-        self.replayed_rows = 0
+    def __init__(self, model: Any, norm: str = "norm", *, is_normed: bool = True):
+        self.replayed_rows, self.is_normed, self._norm = 0, is_normed, norm
         self._replayed: torch.Tensor | None = None  # [replayed_rows, H]
         self._latest: torch.Tensor | None = None  # of a step that was not replayed
         self._base = model.base_model
@@ -90,7 +91,15 @@ class LastHiddenHook:
     def open(self) -> AbstractContextManager[None]:
         """Keep what the model's own forward computes meanwhile: only for as long as that runs, since a model that is
         watched keeps steps from being fused."""
-        return _hidden_states(self._base, self.keep)
+        if self.is_normed:
+            return _hidden_states(self._base, self.keep)
+        norm = getattr(getattr(self._base, "inner", self._base), self._norm)
+
+        def run(key: None, forward: Callable[..., Any], /, rows: torch.Tensor) -> Any:
+            self.keep(rows[0])
+            return forward(rows)
+
+        return intercepted([(None, norm)], run)
 
     def begin(self) -> None:
         """Forget the step before."""

@@ -285,6 +285,7 @@ class PagedExecutor:
             self._release(is_wanted=False)  # of a step that failed: a GPU that waits for ever ends nothing
         sampling_ns = time.monotonic_ns() - sampling_ns
         scored = [self._score(row, _whole(logits)[at : at + count]) for row, at, count in kept.scored]
+        observing_ns = time.monotonic_ns()
         if self.drafter is not None and plan.is_observed:
             self.drafter.observe(computed_rows(rows, inputs, results))
         ended_ns = time.monotonic_ns()
@@ -298,6 +299,7 @@ class PagedExecutor:
             prompt_logprobs=scored,
             seconds=(ended_ns - began_ns) / 1e9,
             draft_seconds=draft_seconds,
+            observe_seconds=(ended_ns - observing_ns) / 1e9,
             experts=experts,
             expert_counts=counts,
             hot=self.take_hot(),

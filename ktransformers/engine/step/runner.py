@@ -92,6 +92,7 @@ class ModelRunner:
         Steps that are not replayed, or are on the CPU, give whole rows: they take long beside copying them.
         """
         forward, layout = self._pass, self._pass.layout
+        forward.pool.begin_step(len(token_ids))
         if forward.last_hidden is not None:
             forward.last_hidden.begin()
         if layout is None:

@@ -39,6 +39,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 ISA_VARIABLE = "KTRANSFORMERS_ISA"
+_FEW_ROWS = 8
+"""Of a step up to which reading the weights is what takes time: a decode step with its draft tokens."""
 #: What compiles every tier, in the folder of the sources; without the option, those of the machine that compiles.
 REBUILD = "pip install -C cmake.define.KTRANSFORMERS_TIERS=all ."
 
@@ -66,10 +68,14 @@ class Isa(Enum):
 
     SCALAR = "scalar"
     AVX2 = "avx2"
+    AVX_VNNI = "avx_vnni"
     AVX512_VNNI = "avx512_vnni"
     AVX512_BF16 = "avx512_bf16"
     AMX = "amx"
+    NEON_DOTPROD = "neon_dotprod"
+    NEON_I8MM = "neon_i8mm"
     # Slow: kernels over emulated instructions on any machine, for tests; never chosen.
+    AVX_VNNI_EMULATED = "avx_vnni_emulated"
     AVX512_BF16_EMULATED = "avx512_bf16_emulated"
     AMX_EMULATED = "amx_emulated"
 
@@ -156,6 +162,8 @@ class WorkerPool:
     of experts are spread over the nodes, and each part is multiplied by threads of its node; results do not change.
     planes: 1 rounds activations to int8, in blocks with a scale, before they are multiplied with quantized weights; 2
     adds what that leaves of them, rounded in the same way: 16 bits, which cost arithmetic but no bytes of weights.
+    num_slow: threads on efficiency cores, which come last. They take fewer tasks than others, since all tasks are
+    handed out as threads come to them. slow_rest: whether they take none in steps of few rows, see `begin_step`.
     Raises ValueError for a thread count below 1 or above 1024, a tier that the machine lacks, or places that are not
     one per thread in the order of their nodes.
     """
@@ -178,7 +186,9 @@ class WorkerPool:
         if len(chosen) != num_threads:
             raise ValueError(f"places must be one per thread: got {len(chosen)} for {num_threads} threads")
         register_grids()
-        where = [(place.node, list(place.cpus)) for place in chosen]
+        where = [(place.node, list(place.cpus), place.is_slow) for place in chosen]
+        self.num_slow = sum(place.is_slow for place in chosen)
+        self.slow_rest = False
         self.handle = extension.WorkerPool(where, self.isa.value, planes)
         self.num_nodes = int(self.handle.num_nodes)
         self._finalizer = weakref.finalize(self, self.handle.close)
@@ -187,6 +197,13 @@ class WorkerPool:
     def has_bf16(self) -> bool:
         """Whether the pool's instruction set multiplies bf16, see `has_bf16`."""
         return has_bf16(self.isa)
+
+    def begin_step(self, num_rows: int) -> None:
+        """Note that kernels of a step of num_rows rows come next: of few rows, threads on efficiency cores rest where
+        slow_rest is set.
+        """
+        if self.num_slow:
+            self.handle.rest_slow(self.slow_rest and num_rows <= _FEW_ROWS)
 
     def close(self) -> None:
         """Stop the threads. Later calls with this pool raise RuntimeError. Closing twice does nothing."""

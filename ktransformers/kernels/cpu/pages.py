@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import mmap
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-PAGE = 4096
+PAGE = mmap.PAGESIZE  # on aarch64 also 16 or 64 KiB
 _HUGE_PAGE = 2 << 20
 _MADV_DONTNEED, _MADV_HUGEPAGE = 4, 14
 

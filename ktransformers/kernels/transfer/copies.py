@@ -10,6 +10,7 @@ copies sees; tests have one without a device. Knows addresses and streams; not w
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -22,7 +23,7 @@ from ktransformers.kernels.transfer.cuda import CudaDriver
 
 __all__ = ["CopyQueue", "CudaCopies", "Mark", "PinnedRanges", "page_ranges"]
 
-_PAGE = 4096
+_PAGE = mmap.PAGESIZE
 
 Mark = Any
 """A point in the order of the copies or of the compute stream; only the queue that made it knows what it is."""

@@ -11,7 +11,9 @@ then only drafts that are nearly sure pay. Where steps read the same weights wha
 found out, by timing each number of rows (row_costs.py) and by comparing drafts with what came (acceptance.py).
 
 Where the engine finds the drafts (engine_drafts.py), each further one of a step's longest draft takes it a step of its
-own, whose time is measured, too. Nothing is learnt of drafts that are not run, so that a few always are.
+own, whose time is measured, too. Nothing is learnt of drafts that are not run, so that a few always are. An MTP layer
+has to be kept up to date besides, which costs all steps and prompts something, and nothing where it does not draft: its
+share of each step with draft tokens counts as theirs.
 
 Looking for drafts in the text takes time, too, which counts where steps take less than a few milliseconds. So a
 sequence has a number of looks: each takes one of them, each accepted draft token brings some back. Without any left it
@@ -29,7 +31,7 @@ from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.drafting.acceptance import AcceptanceRates
 from ktransformers.scheduler.drafting.engine_drafts import MAX_STREAK, EngineDrafts
 from ktransformers.scheduler.drafting.prompt_lookup import MAX_MATCH, PromptLookup
-from ktransformers.scheduler.drafting.row_costs import DraftCost, RowCosts
+from ktransformers.scheduler.drafting.row_costs import DraftCost, ObserveCost, RowCosts
 from ktransformers.scheduler.records import UNKNOWN
 from ktransformers.scheduler.sequence import Drafter, Sequence
 from ktransformers.scheduler.step_times import size_of
@@ -51,7 +53,7 @@ _TRIES = 4
 """Steps with draft tokens of a size, soon after one another, of whose times the least is the first that counts: where
 such steps are rare they find nothing in caches, and what seems slow is not tried again for long."""
 
-_FIRST_LOOKS, _MOST_LOOKS, _SAVED = 8, 32, 0.25
+_FIRST_LOOKS, _MOST_LOOKS, _SAVED = 8, 32, 0.1
 """Looks that a sequence has at first, half of those that the one before it had if nothing was accepted since, and at
 most; and the share of a token's time that an accepted draft token is taken to save, in which as many looks as it brings
 back may take place."""
@@ -70,6 +72,7 @@ class DraftPlanner:
         self._by_engine = config.drafts_in_engine
         self._engine_rates, self._draft_cost = AcceptanceRates(MAX_STREAK, max(self.most - 1, 1)), DraftCost()
         self._has_layer, self._probe, self._is_probing = config.drafter == "mtp", _PROBE, False
+        self._observe_cost = ObserveCost()
         self._num_undrafted = 0  # steps since the engine last drafted, where it does
         self._first_looks, self._looks_per_token = float(_FIRST_LOOKS), 1.0
         self._num_untimed = self._untimed_rows = 0  # steps of so many rows to come that are not timed
@@ -89,9 +92,14 @@ class DraftPlanner:
                 self._probe = _PROBE
                 self._num_undrafted += self._is_probing * _PROBE
 
-    def add_step(self, step: PlannedStep, seconds: float, draft_seconds: float = 0.0) -> None:
+    def add_step(
+        self, step: PlannedStep, seconds: float, draft_seconds: float = 0.0, observe_seconds: float = 0.0
+    ) -> None:
         """Note what a step took, with all that lies between steps, and what of that the engine took to find draft
-        tokens. The step's tokens come later."""
+        tokens, and to show its drafter what was computed. The step's tokens come later."""
+        if self._has_layer:  # another drafter is shown all steps, whether it drafts or not
+            self._observe_cost.add(observe_seconds)
+            seconds -= observe_seconds
         if self._num_untimed and not step.num_drafted and len(step.rows) == self._untimed_rows:
             self._num_untimed -= 1
             return
@@ -113,8 +121,12 @@ class DraftPlanner:
         """Note a step with draft tokens. Returns the seconds that count for its size, None for its first ones."""
         found = max((len(row.drafts) for row in step.rows if row.drafts and row.drafts[-1] == UNKNOWN), default=0)
         if found:
+            is_behind = self._num_undrafted > 1
             if draft_seconds > 0:
-                self._draft_cost.add(found, draft_seconds, is_behind=self._num_undrafted > 1)
+                self._draft_cost.add(found, draft_seconds, is_behind=is_behind)
+            if is_behind:  # it ran what had waited, too
+                self._observe_cost.add(max(draft_seconds - found * self._draft_cost.seconds, 0.0))
+            self._observe_cost.drafted(is_soon=self._num_undrafted <= _OBSERVED)
             self._num_undrafted = 0
         if self._costs.knows(num_rows):
             return seconds
@@ -268,13 +280,14 @@ class DraftPlanner:
                 tokens += chance
         drafts.sort()
         gain, best, chosen, losses = 0.0, rows * math.log(MARGIN), 0, costs.losses(rows)
-        deepest, per_step = 0, self._draft_cost.seconds / costs.seconds(rows)
+        deepest, alone = 0, costs.seconds(rows)
+        per_step, always = self._draft_cost.seconds / alone, self._observe_cost.seconds * self._has_layer / alone
         for num, (less, depth, index) in enumerate(drafts[: min(self._chunk_size - rows, len(losses) - 1)], 1):
             gain, loss = gain - less, losses[num]
             if costly[index]:
                 deepest = max(deepest, depth + 1)
             if deepest:
-                loss = rows * math.log(math.exp(loss / rows) + deepest * per_step)
+                loss = rows * math.log(math.exp(loss / rows) + deepest * per_step + always)
             if gain - loss > best:
                 best, chosen = gain - loss, num
         for _, depth, index in drafts[:chosen]:

@@ -21,11 +21,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from statistics import median
+from statistics import fmean, median
 
 from ktransformers.scheduler.step_times import pooled, size_of
 
-__all__ = ["DraftCost", "RowCosts"]
+__all__ = ["DraftCost", "ObserveCost", "RowCosts"]
 
 _KEPT = 7
 """Times of a size that count."""
@@ -35,6 +35,9 @@ _REFRESH = 16
 
 _LIFETIME = 1024
 """Steps after which the times of a size are forgotten: contexts grow, loads change."""
+
+_NUM_OBSERVED = 64
+"""Steps with draft tokens of which it counts what showing an MTP layer all that was computed took."""
 
 _NUM_WAITS = 15
 """Times of waiting that count."""
@@ -68,6 +71,31 @@ class DraftCost:
             return
         self._times.append(seconds / depth)
         self.seconds = median(self._times)
+
+
+class ObserveCost:
+    """The seconds that keeping an MTP layer up to date takes for each step with draft tokens, 0 at first.
+
+    It is shown prompts and steps without draft tokens, too, which without drafting nobody would do. So all of that is
+    added up from one step with draft tokens to the next, as long as these follow each other soon. It is much behind a
+    prompt and little behind other steps: their mean counts.
+    """
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque([0.0] * _NUM_OBSERVED, _NUM_OBSERVED)  # a first prompt is no mean
+        self._since = self.seconds = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Note what a step took longer to show the layer what it computed, or to run what had waited."""
+        self._since += seconds
+
+    def drafted(self, *, is_soon: bool) -> None:
+        """Note that a step had draft tokens. is_soon: after few others; else it is one that is tried now and then, and
+        what was shown around it says nothing of how it would go on."""
+        if is_soon:
+            self._times.append(self._since)
+            self.seconds = fmean(self._times)
+        self._since = 0.0
 
 
 class RowCosts:

@@ -17,9 +17,10 @@ from ktransformers.engine.load.builder import Engine, plan_model
 from ktransformers.engine.model.opened import config_of_model
 from ktransformers.errors import ConfigError, FormatError, UnsupportedError
 from ktransformers.weights.gguf.file import GGUFModel, open_gguf
-from tests.engine.drafting.test_mtp import Watched, answers_of, check_drafts, check_engine, engine_of, loop_of
+from tests.engine.drafting.test_mtp import answers_of
 from tests.support.engines.drafter_steps import draft_in_every_step
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
+from tests.support.engines.mtp_engines import Watched, check_drafts, check_engine, engine_of, loop_of
 from tests.support.models.assistant_models import TARGETS, tiny_assistant, write_assistant, write_assistant_gguf
 from tests.support.models.tiny_models import VOCAB_SIZE, tiny_model, write_safetensors
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,17 +14,15 @@ from transformers import AutoModelForCausalLM
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.drafting.drafter import ModelDrafter
-from ktransformers.engine.load.builder import Engine, Hardware, build_engine, plan_model
-from ktransformers.engine.step.drafts import DraftRequest
+from ktransformers.engine.load.builder import build_engine, plan_model
 from ktransformers.errors import UnsupportedError
 from ktransformers.operators.layers.native_stack import NativeStack
 from ktransformers.operators.layers.traced import layer_list
 from tests.support.engines.drafter_steps import draft_in_every_step, runner_of
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
-from tests.support.engines.paged_loop import PagedLoop, scheduler_config
-from tests.support.models.assistant_models import TinyAssistant
-from tests.support.models.mtp_models import GGUF_MTP_TYPES, MTP_TYPES, TinyMtp, tiny_mtp, write_mtp, write_mtp_gguf
+from tests.support.engines.mtp_engines import Watched, check_drafts, check_engine, engine_of, loop_of
+from tests.support.engines.paged_loop import PagedLoop
+from tests.support.models.mtp_models import GGUF_MTP_TYPES, MTP_TYPES, tiny_mtp, write_mtp, write_mtp_gguf
 from tests.support.models.tiny_models import NUM_EXPERTS, VOCAB_SIZE, tiny_model, write_safetensors
 
 PARAMS: list[dict[str, object]] = [
@@ -35,32 +31,12 @@ PARAMS: list[dict[str, object]] = [
     {"temperature": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2, "seed": 6},
     {"temperature": 0.8, "seed": 8, "logit_bias": {3: 4.0, 9: -5.0}, "prompt_logprobs": 1},
 ]
-MARGIN = 1e-3
-"""Of logits: where the best two are nearer to each other than that, either may be drafted."""
 
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three tokens are drafted in each step, however few are right."""
     draft_in_every_step(monkeypatch)
-
-
-@contextmanager
-def engine_of(
-    folder: Path, hardware: Hardware | None = None, max_batch_size: int = 8, **changes: object
-) -> Iterator[Engine]:
-    values: dict[str, object] = {"cpu_infer": 1, "cache_lens": 1024, "self_check": False, "speculative_tokens": 3}
-    paths = {"gguf_path" if folder.suffix == ".gguf" else "model_path": folder}
-    config = EngineConfig(**(values | paths | {"speculative": "mtp"} | changes))  # type: ignore[arg-type]
-    with closing(build_engine(config, hardware=hardware, page_size=16, max_batch_size=max_batch_size)) as engine:
-        yield engine
-
-
-def loop_of(engine: Engine, **changes: object) -> PagedLoop:
-    config = engine.scheduler_config
-    values: dict[str, object] = {"max_drafts": config.max_drafts, "drafter": config.drafter, "chunk_size": 64}
-    values |= {"num_states": engine.cache.num_states, "max_batch_size": 3}
-    return PagedLoop(scheduler_config(engine, **(values | changes)), lambda: engine.executor)
 
 
 def answers_of(loop: PagedLoop) -> list[tuple[object, ...]]:
@@ -70,51 +46,6 @@ def answers_of(loop: PagedLoop) -> list[tuple[object, ...]]:
         loop.add(prompt, SamplingParams(max_tokens=40, ignore_eos=True, **one))  # type: ignore[arg-type]
     loop.drain()
     return [(one.token_ids, one.logprobs, one.prompt_logprobs, one.reason) for one in loop.answers.values()]
-
-
-class Watched:
-    """What a drafter was asked for, and what it drafted: (position of the known token, tokens)."""
-
-    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch):
-        self.seen: list[tuple[int, list[int]]] = []
-        draft = ModelDrafter.draft
-
-        def watched(drafter: ModelDrafter, requests: Sequence[DraftRequest]) -> list[list[int]]:
-            found = draft(drafter, requests)
-            self.seen += [(request.position, tokens) for request, tokens in zip(requests, found, strict=True)]
-            return found
-
-        monkeypatch.setattr(ModelDrafter, "draft", watched)
-
-
-def check_drafts(tiny: TinyMtp | TinyAssistant, token_ids: Sequence[int], position: int, drafts: Sequence[int]) -> int:
-    """How many of the drafts are compared: after one that may be another, none is."""
-    compared = 0
-    for token, logits in zip(drafts, tiny.drafts(list(token_ids[: position + 1]), len(drafts)), strict=True):
-        best, next_best = logits.topk(2).values.tolist()
-        if best - next_best < MARGIN:
-            break
-        assert token == int(logits.argmax()), f"draft {compared} behind position {position}"
-        compared += 1
-    return compared
-
-
-def check_engine(engine: Engine, tiny: TinyMtp | TinyAssistant, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a greedy answer, of one behind a cached prefix, and of one that others are beside."""
-    watched, loop, prompt = Watched(engine, monkeypatch), loop_of(engine), list(range(3, 80))
-    name = loop.add(prompt, SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True))
-    loop.drain()
-    known = [*prompt, *loop.answers[name].token_ids]
-    assert sum(check_drafts(tiny, known, *seen) for seen in watched.seen) > 30
-    watched.seen.clear()
-    prompt = [*known, 5, 6, 7]
-    name = loop.add(prompt, SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True))
-    loop.drain()
-    last = loop.answers[name].last
-    assert last is not None
-    assert last.cached_len >= 64
-    known = [*prompt, *loop.answers[name].token_ids]
-    assert sum(check_drafts(tiny, known, *seen) for seen in watched.seen) > 10
 
 
 @pytest.mark.parametrize("model_type", MTP_TYPES)
@@ -175,7 +106,7 @@ def test_the_layer_is_in_the_plan(tmp_path: Path) -> None:
 
 def test_a_model_without_one_is_refused(tmp_path: Path) -> None:
     folder = write_safetensors(tiny_model("glm4_moe"), tmp_path)
-    with pytest.raises(UnsupportedError, match=r"--speculative mtp: .*\(glm4_moe\) hold no layer for multi-token"):
+    with pytest.raises(UnsupportedError, match=r"--speculative mtp: .*\(glm4_moe\) hold none, or one of a kind"):
         build_engine(EngineConfig(model_path=folder, cpu_infer=1, speculative="mtp"))
 
 

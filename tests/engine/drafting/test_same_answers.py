@@ -23,10 +23,14 @@ from tests.support.engines.known_drafts import told
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
 from tests.support.models.assistant_models import TARGETS, tiny_assistant, write_assistant
 from tests.support.models.demo import DEMO_CHECKPOINT
+from tests.support.models.mtp_families import FAMILIES, tiny_family, write_family
 from tests.support.models.mtp_models import tiny_mtp, write_mtp
 from tests.support.models.tiny_models import VOCAB_SIZE, tiny_model, write_safetensors
 
-MODELS = ("qwen3_next", "deepseek_v3", "glm4_moe", "qwen3_5_moe_text")
+MODELS = (
+    *("qwen3_next", "deepseek_v3", "glm4_moe", "qwen3_5_moe_text", "ernie4_5_moe", "nemotron_h", "mimo_v2_flash"),
+    *("step3p7", "exaone_moe", "bailing_hybrid"),
+)
 DRAFTERS = ("ngram", "draft", "mtp")
 PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.0, "logprobs": 2},
@@ -94,6 +98,12 @@ def answers_of(
     return found, accepted
 
 
+def written(model_type: str, folder: Path) -> Path:
+    if model_type in FAMILIES:
+        return write_family(tiny_family(model_type), folder)
+    return write_mtp(tiny_mtp(model_type), folder)
+
+
 def check_same(folder: Path, speculative: str, draft: Path, count: int) -> None:
     """Of so many requests."""
     rng = random.Random(3)
@@ -114,7 +124,7 @@ def check_same(folder: Path, speculative: str, draft: Path, count: int) -> None:
 def test_tiny_models(
     model_type: str, speculative: str, tmp_path: Path, random_cases: Callable[[int, int], int]
 ) -> None:
-    folder = write_mtp(tiny_mtp(model_type), tmp_path / "model")
+    folder = written(model_type, tmp_path / "model")
     draft = write_safetensors(tiny_model("qwen3_moe"), tmp_path / "draft")
     check_same(folder, speculative, draft, random_cases(16, 200))
 

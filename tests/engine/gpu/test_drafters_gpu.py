@@ -11,7 +11,7 @@ import pytest
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
-from ktransformers.engine.drafting.drafter import _packed
+from ktransformers.engine.drafting.drafter import packed
 from ktransformers.engine.drafting.draws import draw_drafts
 from ktransformers.engine.load.builder import Engine, Hardware, build_engine, plan_model
 from ktransformers.engine.sampling.logits_request import BEST_TOKEN, WHOLE_ROW
@@ -24,9 +24,11 @@ from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.streaming import STAGING
 from tests.support.engines.drafter_steps import DrafterSteps, draft_in_every_step, runner_of
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
+from tests.support.engines.mtp_engines import Watched, check_drafts, loop_of
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
 from tests.support.gguf.writer import write_gguf
 from tests.support.models.assistant_models import tiny_assistant, write_assistant
+from tests.support.models.mtp_families import tiny_family, write_family
 from tests.support.models.mtp_models import tiny_mtp, write_mtp
 from tests.support.models.tiny_models import VOCAB_SIZE, tiny_model
 
@@ -107,6 +109,22 @@ def test_an_mtp_layer_on_a_gpu(
     assert steps.num_held > 10
     assert {request for _, _, needs in steps.seen for request in needs} >= {BEST_TOKEN, WHOLE_ROW}
     assert "draft tokens are computed on cuda:0" in caplog.text
+
+
+@pytest.mark.exhaustive
+def test_several_mtp_layers_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of them, which take hidden states in front of the last norm, and have heads of their own."""
+    tiny, graphs = tiny_family("step3p7"), FakeGraphs()
+    hardware = fake_hardware(graphs=graphs, draft_rows=(), graph_rows=())
+    folder = write_family(tiny, tmp_path)
+    with engine_of(folder, hardware, speculative="mtp", speculative_tokens=4, cache_lens=64) as engine:
+        watched, prompt = Watched(engine, monkeypatch), list(range(3, 12))
+        loop = loop_of(engine, max_batch_size=1, chunk_size=16)
+        name = loop.add(prompt, SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True))
+        loop.drain()
+        known = [*prompt, *loop.answers[name].token_ids]
+        assert sum(check_drafts(tiny, known, *seen) for seen in watched.seen) > 3
+    assert graphs.replays > 3
 
 
 def test_a_model_that_drafts_for_itself_is_never_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +244,7 @@ def test_what_is_planned_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_tokens_of_several_sequences_share_steps(
     lengths: list[int], most: int, steps: list[list[tuple[int, int, int]]]
 ) -> None:
-    assert _packed(lengths, most) == steps
+    assert packed(lengths, most) == steps
 
 
 @pytest.mark.parametrize("is_ordered", [False, True])

@@ -21,7 +21,8 @@ from ktransformers.weights.quantize.write import QUANTIZABLE_TYPES, quantize
 
 TYPES = sorted(cpu.PACKED_TYPES)
 # The tile kernels run on every machine, over emulated registers.
-TIERS = (*cpu.available_isas(), Isa.AMX_EMULATED)
+NEEDS_AVX2 = (Isa.AVX_VNNI_EMULATED,) if Isa.AVX2 in cpu.available_isas() else ()
+TIERS = (*cpu.available_isas(), *NEEDS_AVX2, Isa.AMX_EMULATED)
 
 
 def random_weight(qtype: QuantType, rows: int, cols: int, seed: int = 0) -> RawTensor:

@@ -14,6 +14,7 @@ import torch
 from ktransformers.errors import ConfigError
 from ktransformers.kernels.cpu import Isa, WorkerPool, active_isa, available_isas, linear
 from ktransformers.kernels.cpu.base import ISA_VARIABLE
+from ktransformers.kernels.cpu.topology import ThreadPlace
 from ktransformers.kernels.types import QuantType
 
 
@@ -32,7 +33,7 @@ def test_tiers_of_this_machine(monkeypatch):
 
 
 def test_a_tier_that_the_machine_lacks():
-    emulated = (Isa.AVX512_BF16_EMULATED, Isa.AMX_EMULATED)
+    emulated = (Isa.AVX_VNNI_EMULATED, Isa.AVX512_BF16_EMULATED, Isa.AMX_EMULATED)
     missing = [isa for isa in Isa if isa not in (*available_isas(), *emulated)]
     for isa in missing:
         with pytest.raises(
@@ -87,6 +88,74 @@ def test_tasks_that_wait_for_others_of_their_job():
                 pool.handle._run_both(100, failing)
             assert pool.handle._run_both(100, -1) == 100
         pool.close()
+
+
+def test_others_take_what_a_stopped_thread_leaves():
+    """A thread that is taken away in the midst of a task holds up that task alone: all others are done meanwhile."""
+    pool = WorkerPool(2)
+    for count in (2, 3, 500):
+        assert pool.handle._run_counted(count, 1, [1]) == [count - 1, 1]
+    pool.close()
+
+
+def test_of_many_threads_a_stopped_one_has_a_task_at_most():
+    pool = WorkerPool(5)
+    for stopped in range(5):
+        counts = pool.handle._run_counted(1000, stopped, [stopped])
+        assert sum(counts) == 1000
+        assert counts[stopped] <= 1
+    pool.close()
+
+
+def test_no_job_waits_for_a_thread_that_does_not_begin(make_weight):
+    weight, x = make_weight(QuantType.F32, 640, 64), torch.randn(2, 64)
+    pool = WorkerPool(2)
+    expected = linear(x, weight, pool)
+    pool.handle._hold(1, True)
+    assert pool.handle._run_counted(300, -1, []) == [300, 0]
+    assert torch.equal(linear(x, weight, pool), expected)
+    pool.handle._hold(1, False)
+    assert pool.handle._run_counted(300, -1, [1])[1] > 0
+    pool.close()
+
+
+def test_threads_on_efficiency_cores_rest_in_steps_of_few_rows(make_weight):
+    places = [ThreadPlace(0), ThreadPlace(0, is_slow=True)]
+    pool = WorkerPool(2, places=places)
+    weight, x = make_weight(QuantType.F32, 640, 64), torch.randn(2, 64)
+    pool.slow_rest = True
+    pool.begin_step(8)
+    assert pool.handle._run_counted(300, -1, []) == [300, 0]
+    expected = linear(x, weight, pool)
+    pool.begin_step(9)
+    assert pool.handle._run_counted(300, -1, [1])[1] > 0
+    with pytest.raises(RuntimeError, match="task 0 failed"):
+        pool.handle._run_failing(300, 0)
+    pool.slow_rest = False
+    pool.begin_step(1)
+    assert pool.handle._run_counted(300, -1, [1])[1] > 0
+    assert torch.equal(linear(x, weight, pool), expected)
+    pool.close()
+
+
+def test_tasks_that_a_cancelled_job_left_to_a_thread_that_rests_are_forgotten():
+    pool = WorkerPool(3, places=[ThreadPlace(0), ThreadPlace(0), ThreadPlace(0, is_slow=True)])
+    pool.handle._hold(2, True)
+    with pytest.raises(RuntimeError, match="task 0 failed"):
+        pool.handle._run_failing(300, 0)
+    pool.handle.rest_slow(True)
+    assert sum(pool.handle._run_counted(7, -1, [])) == 7
+    pool.handle._hold(2, False)
+    pool.close()
+
+
+def test_a_slow_thread_changes_no_bit(make_weight):
+    weight, x = make_weight(QuantType.Q4_K, 640, 256), torch.randn(3, 256)
+    pool = WorkerPool(2)
+    expected = linear(x, weight, pool)
+    pool.handle._slow_down(1, 50)
+    assert torch.equal(linear(x, weight, pool), expected)
+    pool.close()
 
 
 def test_short_jobs_one_after_the_other(make_weight):

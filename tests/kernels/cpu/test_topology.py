@@ -10,7 +10,7 @@ import torch
 
 from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
-from ktransformers.kernels.cpu.topology import ThreadPlace, parse_cpu_list, thread_places
+from ktransformers.kernels.cpu.topology import ThreadPlace, thread_places
 from ktransformers.kernels.extension import extension
 from ktransformers.kernels.types import ActivationSpec, ExpertWeights, QuantType, RawTensor
 from ktransformers.operators.linear.packed import pack_experts
@@ -18,37 +18,33 @@ from ktransformers.weights.quantize.write import quantize
 
 
 def machine(root: Path, nodes: list[list[list[int]]]) -> Path:
-    """A sysfs tree: nodes of cores of CPUs."""
+    """A tree with /sys: nodes of cores of CPUs."""
+    sysfs = root / "sys/devices/system"
     for node, cores in enumerate(nodes):
-        (root / f"node/node{node}").mkdir(parents=True)
-        (root / f"node/node{node}/cpulist").write_text(",".join(str(cpu) for core in cores for cpu in core) + "\n")
+        (sysfs / f"node/node{node}").mkdir(parents=True)
+        (sysfs / f"node/node{node}/cpulist").write_text(",".join(str(cpu) for core in cores for cpu in core) + "\n")
         for core in cores:
             for number in core:
-                (root / f"cpu/cpu{number}/topology").mkdir(parents=True)
-                (root / f"cpu/cpu{number}/topology/thread_siblings_list").write_text(",".join(map(str, core)) + "\n")
+                (sysfs / f"cpu/cpu{number}/topology").mkdir(parents=True)
+                (sysfs / f"cpu/cpu{number}/topology/thread_siblings_list").write_text(",".join(map(str, core)) + "\n")
     return root
 
 
-def test_cpu_lists() -> None:
-    assert parse_cpu_list("0-3,8,10-11\n") == [0, 1, 2, 3, 8, 10, 11]
-    assert parse_cpu_list("") == []
-
-
 def test_two_sockets_with_hyper_threads(tmp_path: Path) -> None:
-    sysfs = machine(tmp_path, [[[0, 4], [1, 5]], [[2, 6], [3, 7]]])
+    root = machine(tmp_path, [[[0, 4], [1, 5]], [[2, 6], [3, 7]]])
     first, second = ThreadPlace(0, (0, 1, 4, 5)), ThreadPlace(1, (2, 3, 6, 7))
-    assert thread_places(4, sysfs, range(8)) == [first, first, second, second]
-    assert thread_places(8, sysfs, range(8)) == [first] * 4 + [second] * 4
+    assert thread_places(4, root, range(8)) == [first, first, second, second]
+    assert thread_places(8, root, range(8)) == [first] * 4 + [second] * 4
     # Fewer than nodes: one node.
-    assert thread_places(1, sysfs, range(8)) == [first]
+    assert thread_places(1, root, range(8)) == [first]
     # A container that may use one CPU of the first socket and one core of the second.
-    assert thread_places(2, sysfs, [5, 3, 7]) == [ThreadPlace(0, (5,)), ThreadPlace(1, (3, 7))]
+    assert thread_places(2, root, [5, 3, 7]) == [ThreadPlace(0, (5,)), ThreadPlace(1, (3, 7))]
 
 
 def test_nodes_of_unequal_size_share_in_proportion(tmp_path: Path) -> None:
-    sysfs = machine(tmp_path, [[[0], [1], [2]], [[3]], []])
-    assert [place.node for place in thread_places(4, sysfs, range(4))] == [0, 0, 0, 1]
-    assert [place.node for place in thread_places(2, sysfs, range(4))] == [0, 1]
+    root = machine(tmp_path, [[[0], [1], [2]], [[3]], []])
+    assert [place.node for place in thread_places(4, root, range(4))] == [0, 0, 0, 1]
+    assert [place.node for place in thread_places(2, root, range(4))] == [0, 1]
 
 
 def test_machines_of_one_node_do_not_bind(tmp_path: Path) -> None:
@@ -56,8 +52,24 @@ def test_machines_of_one_node_do_not_bind(tmp_path: Path) -> None:
     assert thread_places(2, machine(tmp_path, [[[0], [1]]]), [0, 1]) == [ThreadPlace(0), ThreadPlace(0)]
 
 
+def test_hybrid_processors_have_threads_of_each_kind(tmp_path: Path) -> None:
+    """Two performance cores with hyper-threads, and four efficiency cores: the former come first."""
+    root = machine(tmp_path, [[[0, 1], [2, 3], [4], [5], [6], [7]]])
+    (root / "sys/devices/cpu_atom").mkdir()
+    (root / "sys/devices/cpu_atom/cpus").write_text("4-7\n")
+    fast, slow = ThreadPlace(0, (0, 1, 2, 3)), ThreadPlace(0, (4, 5, 6, 7), is_slow=True)
+    assert thread_places(6, root, range(8)) == [fast] * 2 + [slow] * 4
+    assert thread_places(5, root, range(8)) == [fast] * 2 + [slow] * 3
+    assert thread_places(1, root, range(8)) == [fast]
+    # One for each hyper-thread, which efficiency cores do not have.
+    assert thread_places(8, root, range(8)) == [fast] * 4 + [slow] * 4
+    # A container with a performance core and two others; one with efficiency cores alone, which are of one kind.
+    assert thread_places(3, root, [2, 4, 5]) == [ThreadPlace(0, (2,))] + [ThreadPlace(0, (4, 5), is_slow=True)] * 2
+    assert thread_places(2, root, [4, 5]) == [ThreadPlace(0)] * 2
+
+
 def test_every_task_is_shared_out_once() -> None:
-    places = [(node, list[int]()) for node in (0, 0, 1, 2, 2, 2)]
+    places = [(node, list[int](), False) for node in (0, 0, 1, 2, 2, 2)]
     assert extension.share_tasks([5, 9, 10], places) == [(0, 2), (2, 5), (5, 9), (9, 9), (9, 9), (9, 10)]
     assert extension.share_tasks([10], places) == [(0, 1), (1, 3), (3, 5), (5, 6), (6, 8), (8, 10)]
 
@@ -100,6 +112,10 @@ def test_workers_are_bound_and_the_caller_is_not() -> None:
 def test_places_that_make_no_sense() -> None:
     with pytest.raises(ValueError, match="one per thread"):
         WorkerPool(2, places=[ThreadPlace(0, -1)])
+    fast, slow = ThreadPlace(0), ThreadPlace(0, is_slow=True)
+    for places in ([slow, fast], [fast, slow, fast], [slow], [fast, ThreadPlace(1, is_slow=True)]):
+        with pytest.raises(ValueError, match="slow threads come behind all others"):
+            WorkerPool(len(places), places=places)
     for nodes in ([1, 1], [0, 2], [0, 1, 0]):
         with pytest.raises(ValueError, match="numbered from 0"):
             WorkerPool(len(nodes), places=[ThreadPlace(node) for node in nodes])

@@ -13,7 +13,7 @@ from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.drafting.acceptance import AcceptanceRates
 from ktransformers.scheduler.drafting.engine_drafts import EngineDrafts
 from ktransformers.scheduler.drafting.prompt_lookup import PromptLookup
-from ktransformers.scheduler.drafting.row_costs import DraftCost
+from ktransformers.scheduler.drafting.row_costs import DraftCost, ObserveCost
 from ktransformers.scheduler.records import UNKNOWN
 from tests.support.servers.fake_engine import (
     VOCAB_SIZE,
@@ -30,41 +30,47 @@ from tests.support.servers.fake_engine import (
 class Guessing(Loop):
     """A loop whose engine drafts tokens of which `share` are right, and whose steps take what is said of them.
 
-    catch_up: what drafting takes longer behind a step without drafts.
+    catch_up: what drafting takes longer behind a step without drafts. per_shown: what showing its drafter a token
+    takes.
     """
 
     share = 1.0
     seconds: Callable[[int], float] = staticmethod(lambda rows: 1.0)
-    per_draft = catch_up = 0.0
+    per_draft = catch_up = per_shown = 0.0
     total = 0.0
     has_drafted = False
 
     def __init__(self, config: SchedulerConfig):
         super().__init__(config)
-        self.rng = random.Random(1)
+        self.rng, self.shown = random.Random(1), list[bool]()
         self.watch(self.engine)
 
     def watch(self, engine: FakeEngine) -> None:
         engine.guess = self.guess
 
-    def seconds_of(self, step: PlannedStep) -> tuple[float, float]:
-        """All of it, and what of that finding its draft tokens took."""
+    def seconds_of(self, step: PlannedStep) -> tuple[float, float, float]:
+        """All of it, and what of that finding its draft tokens took, and showing its drafter what was computed."""
         found = [len(row.drafts) for row in step.rows if UNKNOWN in row.drafts]
         draft_seconds = self.per_draft * max(found, default=0) + self.catch_up * (bool(found) and not self.has_drafted)
-        return self.seconds(step.num_rows) + draft_seconds, draft_seconds
+        observe_seconds = self.per_shown * (step.num_rows - step.num_drafted) * self.shown.pop(0)
+        return self.seconds(step.num_rows) + draft_seconds + observe_seconds, draft_seconds, observe_seconds
 
     def guess(self, token_ids: Sequence[int], seed: int | None) -> int:
         token = next_token(token_ids, seed)
         return token if self.rng.random() < self.share else (token + 1) % VOCAB_SIZE
 
+    def schedule(self):  # type: ignore[no-untyped-def]
+        plan = super().schedule()
+        if plan is not None:
+            self.shown.append(plan.is_observed)
+        return plan
+
     def commit(self):  # type: ignore[no-untyped-def]
-        elapsed, draft_seconds = self.seconds_of(self.scheduler._in_flight[0])
+        elapsed, draft_seconds, observe_seconds = self.seconds_of(self.scheduler._in_flight[0])
         self.total += elapsed
         self.has_drafted = draft_seconds > 0
         step_id, results, tiers = self.results.pop(0)
-        updates = self.scheduler.commit(
-            step_id, results, (), tiers, seconds=elapsed, elapsed=elapsed, draft_seconds=draft_seconds
-        )
+        updates = self.scheduler.commit(step_id, results, (), tiers, elapsed, elapsed, draft_seconds, observe_seconds)
         self.scheduler.check_integrity()
         for update in updates:
             self.hear(update)
@@ -273,3 +279,31 @@ def test_sequences_that_may_have_no_drafts_are_planned_ahead_for_ever() -> None:
     planner.awaits_tokens = counted  # type: ignore[method-assign]
     loop.drain()
     assert awaited == 0
+
+
+def answered(monkeypatch: pytest.MonkeyPatch, *, is_counted: bool, per_shown: float) -> Guessing:
+    """Short answers behind long prompts, one after the other, all of which an MTP layer is shown while it drafts."""
+    with monkeypatch.context() as patch:
+        if not is_counted:
+            patch.setattr(ObserveCost, "drafted", lambda self, *, is_soon: None)
+        loop = guessing(drafter="mtp")
+        loop.share, loop.per_draft, loop.per_shown = 0.6, 0.1, per_shown
+        for i in range(60):
+            loop.add(
+                make_request(f"r{i}", [(5 + i + 3 * at) % VOCAB_SIZE for at in range(128)], 20, ignore_eos=True, seed=i)
+            )
+            loop.drain()
+        loop.check_answers()
+    return loop
+
+
+def test_what_keeping_a_layer_up_to_date_takes_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It drafts where that gains more than showing it prompts takes, and is shown next to nothing where it does not."""
+    plain = 60 * (2 + 19)  # steps of a second: each prompt is two
+    cheap = answered(monkeypatch, is_counted=True, per_shown=0.02)
+    costly = answered(monkeypatch, is_counted=True, per_shown=0.2)
+    uncounted = answered(monkeypatch, is_counted=False, per_shown=0.2)
+    assert cheap.total < 0.82 * plain
+    assert uncounted.total > 1.9 * plain
+    assert costly.total < 1.25 * plain
+    assert costly.scheduler.stats().num_drafted < cheap.scheduler.stats().num_drafted / 5

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,16 @@ from tests.support.gguf.writer import write_gguf
 from tests.support.models.recurrent_models import recurrent_model
 from tests.support.models.tiny_models import random_model, tiny_model, write_safetensors
 
-__all__ = ["GGUF_MTP_TYPES", "MTP_TYPES", "TinyMtp", "stored_mtp", "tiny_mtp", "write_mtp", "write_mtp_gguf"]
+__all__ = [
+    "GGUF_MTP_TYPES",
+    "MTP_TYPES",
+    "TinyMtp",
+    "stored_mtp",
+    "tiny_mtp",
+    "write_mtp",
+    "write_mtp_gguf",
+    "write_prediction_gguf",
+]
 
 GGUF_MTP_TYPES = ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe_text")
 MTP_TYPES = (*GGUF_MTP_TYPES, "qwen3_moe")
@@ -136,37 +146,48 @@ def write_mtp(tiny: TinyMtp, folder: Path) -> Path:
 
 def write_mtp_gguf(tiny: TinyMtp, path: Path) -> Path:
     """Write both as one GGUF, as llama.cpp's converter does: the layer is a block behind the model's own."""
-    write = write_recurrent_gguf if tiny.main.config.model_type.startswith("qwen3_") else write_gguf
-    main, layer = (
-        gguf.GGUFReader(write(one, path.with_suffix(f".{i}.gguf"))) for i, one in enumerate((tiny.main, tiny.layer))
+    return write_prediction_gguf(tiny.main, [(tiny.layer, tiny.mtp.layers[0])], path)
+
+
+def write_prediction_gguf(
+    main: PreTrainedModel,
+    layers: Sequence[tuple[PreTrainedModel, Any]],
+    path: Path,
+    norm: str = "nextn.shared_head_norm",
+) -> Path:
+    """Write a model as one GGUF with its layers for multi-token prediction, each a model with what has the parts that
+    make its input. norm: what the file calls their last norms. Two decoder layers of one are one block."""
+    kind = main.config.model_type
+    write = write_recurrent_gguf if kind.startswith("qwen3_") or kind == "nemotron_h" else write_gguf
+    model, *others = (
+        gguf.GGUFReader(write(one, path.with_suffix(f".{i}.gguf")))
+        for i, one in enumerate((main, *(layer for layer, _ in layers)))
     )
-    arch = main.fields["general.architecture"].contents()
-    count, block = tiny.main.config.num_hidden_layers, tiny.mtp.layers[0]
+    arch, count = model.fields["general.architecture"].contents(), main.config.num_hidden_layers
     writer = gguf.GGUFWriter(path, arch)
-    for field in main.fields.values():
+    for field in model.fields.values():
         if field.name.startswith("GGUF.") or field.name == "general.architecture":
             continue
         value: Any = field.contents()
         if field.name == f"{arch}.block_count":
-            value = count + 1
+            value = count + len(layers)
         elif isinstance(value, list) and len(value) == count:  # by layer
-            value = [*value, layer.fields[field.name].contents()[0] if field.name in layer.fields else value[-1]]
+            told = [one.fields[field.name].contents() if field.name in one.fields else value[-1] for one in others]
+            value = [*value, *(max(one) if isinstance(one, list) else one for one in told)]
         writer.add_key_value(field.name, value, field.types[0], field.types[1] if len(field.types) > 1 else None)
-    writer.add_nextn_predict_layers(1)
-    for tensor in main.tensors:
+    writer.add_nextn_predict_layers(len(layers))
+    for tensor in model.tensors:
         writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
-    for tensor in layer.tensors:
-        if tensor.name.startswith("blk.0."):
-            name = tensor.name.replace("blk.0.", f"blk.{count}.")
-        elif tensor.name == "output_norm.weight":
-            name = f"blk.{count}.nextn.shared_head_norm.weight"
-        else:
-            continue
-        writer.add_tensor(name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
-    is_plus_one = write is write_recurrent_gguf
-    for name in ("eh_proj", "enorm", "hnorm"):
-        values = getattr(block, name).weight.detach().numpy().copy()
-        writer.add_tensor(f"blk.{count}.nextn.{name}.weight", values + 1 if is_plus_one and "norm" in name else values)
+    for number, (one, (_, parts)) in enumerate(zip(others, layers, strict=True), count):
+        for tensor in one.tensors:
+            name = tensor.name.replace("blk.1.attn_norm.", f"blk.{number}.post_attention_norm.")
+            name = re.sub(r"^blk\.[01]\.", f"blk.{number}.", name).replace("output_norm.", f"blk.{number}.{norm}.")
+            if name.startswith("blk."):
+                writer.add_tensor(name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+        for part in ("eh_proj", "enorm", "hnorm"):
+            values = getattr(parts, part).weight.detach().numpy().copy()
+            is_plus_one = kind.startswith("qwen3_") and "norm" in part
+            writer.add_tensor(f"blk.{number}.nextn.{part}.weight", values + 1 if is_plus_one else values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
