@@ -128,7 +128,7 @@ def predictions(preview: DryRun, speed: MachineSpeed, work: PredictionWork, chun
     load = preview.summary.load
     context = work.case.prompt_len + work.case.steps // 2
     return [
-        *(predict_prefill(load, speed, count, chunk_size) for count in work.prefills),
+        *(predict_prefill(load, speed, count, chunk_size, preview.long_rows) for count in work.prefills),
         *(predict_decode(load, speed, batch, context) for batch in work.batches),
     ]
 

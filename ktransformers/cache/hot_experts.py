@@ -9,6 +9,8 @@ decided then:
                that is picked a second time within WINDOW steps takes the place of the one that is worth least, of any
                layer, if it is worth `margin` times as much; at most max_uploads a step, those first that are worth most
     land       its bytes are there: the map names its slot from the next step on
+    lend       the last slots are wanted for something else: the experts that are worth least go, others move out of
+               them. reclaim: the best of those without a slot come back, by uploads
 
 The margin follows from what uploads bring. Every 64 steps the hits of these steps are compared with those of the
 experts that had a slot before them: where the difference is not worth the uploads, as with even routing, the margin
@@ -28,7 +30,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MAX_UPLOADS", "RECENCY", "WINDOW", "HotCosts", "HotExperts", "HotTotals", "Upload", "replay"]
+__all__ = ["MAX_UPLOADS", "RECENCY", "WINDOW", "HotCosts", "HotExperts", "HotTotals", "Move", "Upload", "replay"]
 
 WINDOW = 256
 """Steps within which an expert must be picked twice before it is uploaded."""
@@ -75,6 +77,14 @@ class Upload:
     expert: int
     slot: int
     after: int
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """An expert whose bytes go from one slot to another, in which no expert is left."""
+
+    source: int
+    target: int
 
 
 @dataclass(slots=True)
@@ -130,6 +140,7 @@ class HotExperts:
     margin: float = field(default=_LEAST_MARGIN, init=False)
     slot_of: npt.NDArray[np.int32] = field(init=False)
     totals: HotTotals = field(default_factory=HotTotals, init=False)
+    num_lent: int = field(default=0, init=False)
     # By the number of an expert among those of all layers: layer * E + expert.
     _slots: npt.NDArray[np.int32] = field(init=False, repr=False)
     _recent: _Counts = field(init=False, repr=False)
@@ -237,13 +248,48 @@ class HotExperts:
             self._coming.remove(upload.layer * self.num_experts + upload.expert)
             self.slot_of[upload.layer, upload.expert] = upload.slot
 
+    def lend(self, count: int) -> list[Move]:
+        """Clear the last `count` slots until `reclaim`; return the moves to be made before the next step.
+
+        Raises RuntimeError while slots are lent or uploads are on their way, ValueError for a count that leaves none.
+        """
+        if self.num_lent or self._coming:
+            raise RuntimeError("slots are lent already, or uploads are on their way")
+        if not 0 < count < self.num_slots:
+            raise ValueError(f"{count} of {self.num_slots} slots cannot be lent")
+        there, first = np.flatnonzero(self._slots >= 0), self.num_slots - count
+        leavers = there[_lowest(self._worth(there), count)]
+        free = np.sort(self._slots[leavers])
+        self._slots[leavers] = -1
+        movers = np.flatnonzero(self._slots >= first)
+        targets = free[: len(movers)]
+        moves = [Move(*pair) for pair in zip(self._slots[movers].tolist(), targets.tolist(), strict=True)]
+        self._slots[movers] = targets
+        self.num_lent = count
+        self._compare_from_now()
+        return moves
+
+    def reclaim(self) -> list[Upload]:
+        """Return the uploads that fill the slots that were lent: experts without a slot that are worth most, and of
+        equal ones as many of each layer.
+        """
+        free, self.num_lent = range(self.num_slots - self.num_lent, self.num_slots), 0
+        worth = self._worth(np.arange(len(self._slots)))
+        worth[self._slots >= 0] = -1.0
+        worth[sorted(self._coming)] = -1.0
+        order = np.argsort(-worth.reshape(self.slot_of.shape).T.ravel(), kind="stable")[: len(free)]
+        best = order % self.num_layers * self.num_experts + order // self.num_layers
+        self.totals.uploads += len(free)
+        self._compare_from_now()
+        return [self._sent(expert, slot) for expert, slot in zip(best.tolist(), free, strict=True)]
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless each slot has one expert at most, and none is lost."""
         held = self._slots[self._slots >= 0]
         assert len(np.unique(held)) == len(held), "a slot has two experts"
-        assert not held.size or held.max() < self.num_slots, "there is no such slot"
+        assert not held.size or held.max() < self.num_slots - self.num_lent, "there is no such slot"
         assert not any(self._slots[number] >= 0 for number in self._coming), "an expert is there and on its way"
-        assert len(held) + len(self._coming) in (0, self.num_slots), "slots are miscounted"
+        assert len(held) + len(self._coming) in (0, self.num_slots - self.num_lent), "slots are miscounted"
 
     def _sent(self, number: int, slot: int) -> Upload:
         self._coming.add(number)
@@ -263,6 +309,11 @@ class HotExperts:
             self.margin = min(self.margin * (_FAST if saved * _CLEARLY < cost else _RAISED), _MOST_MARGIN)
         else:
             self.margin = max(self.margin * (1 / _FAST if 0 < cost * _CLEARLY < saved else _LOWERED), _LEAST_MARGIN)
+        self._compare_from_now()
+
+    def _compare_from_now(self) -> None:
+        """Begin a comparison of hits with those of the experts that have a slot now."""
+        now = self.totals
         self._judged = HotTotals(now.steps, now.reads, now.hits, now.uploads)
         self._had_slot, self._would_hit = self._slots >= 0, 0
 

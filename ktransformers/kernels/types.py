@@ -385,6 +385,17 @@ class StateStep:
         """Number S of sequences in the step."""
         return int(self.read_slots.shape[0])
 
+    def part(self, rows: slice, seqs: slice, kv_lens: torch.Tensor) -> StateStep:
+        """Return the step of some of its rows, behind that of the rows before them. seqs: the sequences that have rows
+        among these. kv_lens: of these rows. For a step on the CPU.
+        """
+        first_rows = self.first_rows[seqs.start : seqs.stop + 1].clamp(rows.start, rows.stop) - rows.start
+        read_slots, write_slots = self.read_slots[seqs].clone(), self.write_slots[seqs].clone()
+        if int(self.first_rows[seqs.start]) < rows.start:  # the part before has left its state there
+            read_slots[0] = write_slots[0]
+        most = int(first_rows.diff().max())
+        return StateStep(first_rows, read_slots, write_slots, self.save_slots[rows].clone(), kv_lens, most)
+
     def to(self, device: torch.device, kv_lens: torch.Tensor) -> StateStep:
         """Return the step's tensors on a device that has the lengths already."""
         return StateStep(

@@ -72,7 +72,9 @@ class ForwardContext:
     on the CPU; `replicated` puts it on other devices too.
 
     is_replayable: the step is, or may be, captured in a CUDA graph, so that nothing about it may be planned on the
-    host, and its tensors are on its device alone. replicas: the same step on other devices.
+    host, and its tensors are on its device alone. replicas: the same step on other devices. blocks: the same step in
+    parts, whose rows attention and layers with a state take one part after another, as if they were steps; none where
+    they take it whole.
     """
 
     cache: LayerCache
@@ -87,6 +89,7 @@ class ForwardContext:
     token_ids: torch.Tensor | None = None  # int64 [T]
     is_replayable: bool = False
     replicas: Mapping[torch.device, ForwardContext] = field(default_factory=dict)
+    blocks: tuple[ForwardContext, ...] = ()
     _moved: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     _derived: dict[tuple[str, int], tuple[torch.Tensor, Any]] = field(default_factory=dict)
 
@@ -102,13 +105,37 @@ class ForwardContext:
     def replicated(self, devices: Iterable[torch.device]) -> ForwardContext:
         """Return a copy that `on` has for each of `devices`."""
         replicas = {device: self._copy(device) for device in devices if device != self.slot_mapping.device}
-        return replace(self, replicas=replicas, _moved={}, _derived={})
+        blocks = tuple(block.replicated(replicas) for block in self.blocks)
+        return replace(self, replicas=replicas, blocks=blocks, _moved={}, _derived={})
+
+    def in_blocks(self, most: int) -> ForwardContext:
+        """Return a copy with blocks of at most so many rows. Its tensors are on the CPU; the rows of a sequence are
+        neighbours, and sequences in the order of block_table.
+        """
+        num_rows = len(self.slot_mapping)
+        parts = (slice(at, min(at + most, num_rows)) for at in range(0, num_rows, most))
+        return replace(self, blocks=tuple(map(self._block, parts)))
+
+    def _block(self, rows: slice) -> ForwardContext:
+        seqs = slice(int(self.seq_ids[rows.start]), int(self.seq_ids[rows.stop - 1]) + 1)
+        kv_lens = self.kv_lens[rows].clone()
+        return replace(
+            self,
+            slot_mapping=self.slot_mapping[rows].clone(),
+            seq_ids=self.seq_ids[rows] - seqs.start,
+            kv_lens=kv_lens,
+            block_table=self.block_table[seqs].clone(),
+            states=None if self.states is None else self.states.part(rows, seqs, kv_lens),
+            token_ids=None if self.token_ids is None else self.token_ids[rows].clone(),
+            _moved={},
+            _derived={},
+        )
 
     def _copy(self, device: torch.device) -> ForwardContext:
         moved = {name: getattr(self, name).to(device) for name in ("slot_mapping", "seq_ids", "kv_lens", "block_table")}
         states = None if self.states is None else self.states.to(device, moved["kv_lens"])
         ids = None if self.token_ids is None else self.token_ids.to(device)
-        return replace(self, **moved, states=states, token_ids=ids, replicas={}, _moved={}, _derived={})
+        return replace(self, **moved, states=states, token_ids=ids, replicas={}, blocks=(), _moved={}, _derived={})
 
     def moved(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return `tensor` on `device`, copied once per step however many layers ask."""

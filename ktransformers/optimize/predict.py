@@ -84,10 +84,15 @@ def predict_decode(load: StepLoad, speed: MachineSpeed, batch: int = 1, context:
     return _prediction("decode", batch, context, [step.times(load)], step.assumed)
 
 
-def predict_prefill(load: StepLoad, speed: MachineSpeed, tokens: int, chunk_size: int) -> Prediction:
-    """Predict a prompt of `tokens` in steps of `chunk_size`, until its first token is sampled. Raises as
-    predict_decode.
+def predict_prefill(
+    load: StepLoad, speed: MachineSpeed, tokens: int, chunk_size: int, long_rows: int = 0
+) -> Prediction:
+    """Predict a prompt of `tokens` in steps of `chunk_size`, until its first token is sampled; or in steps of
+    `long_rows`, on memory that slots lend, if that is quicker and there are any. Raises as predict_decode.
     """
+    if chunk_size < min(long_rows, tokens):
+        both = [predict_prefill(load, speed, tokens, rows) for rows in (chunk_size, long_rows)]
+        return min(both, key=lambda one: one.seconds)
     steps = [(start, min(chunk_size, tokens - start)) for start in range(0, tokens, chunk_size)]
     times: list[Times] = []
     assumed: dict[str, str] = {}

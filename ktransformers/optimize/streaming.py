@@ -26,6 +26,7 @@ __all__ = [
     "chunk_size_for",
     "plan_streaming",
     "step_nbytes",
+    "with_long_steps",
     "with_streaming",
 ]
 
@@ -34,6 +35,13 @@ logger = logging.getLogger(__name__)
 STAGING = "expert staging"
 """What the plan's table calls the memory that streamed experts pass through."""
 
+LONG_PROMPTS = "long prompts"
+"""What the plan's table calls the memory of steps longer than chunk_size, beside what slots lend them."""
+
+_LONG_STEPS = (4, 2)  # times chunk_size
+_LONG_ROW = 6  # hidden states that a layer holds of each row of a step: total, norm, experts' parts, the CPU's
+_SHARE_OF_LONG = 1 / 32  # of what weights, cache and activations leave
+_SHARE_OF_SLACK = 0.5  # of what a step of chunk_size leaves of the least that is planned for activations
 _CHUNK_SIZES = (4096, 2048, 1024)
 _SHARE_OF_STEP = 0.25  # of a GPU's memory, for the activations of a step
 _SHARE_OF_STAGING = 0.5  # of what weights, cache and activations leave
@@ -64,7 +72,7 @@ class Streaming:
         """Bytes of pinned memory, and of that in which the CPU converts: hidden states and results, 2 and 4
         bytes each.
         """
-        return self.shape.max_rows * self.shape.hidden_size * 12
+        return self.shape.most_rows * self.shape.hidden_size * 12
 
 
 def step_nbytes(facts: ModelFacts, num_rows: int) -> int:
@@ -86,6 +94,33 @@ def chunk_size_for(asked: int, plan: Plan, facts: ModelFacts) -> int:
     free = min(plan.capacity.get(gpu, 0) for gpu in gpus)
     fitting = (size for size in _CHUNK_SIZES if step_nbytes(facts, size) <= _SHARE_OF_STEP * free)
     return next(fitting, DEFAULT_CHUNK_SIZE)
+
+
+def with_long_steps(
+    plan: Plan, source: WeightSource, facts: ModelFacts, chunk_size: int, *, may_move: bool
+) -> tuple[Plan, int]:
+    """Return `plan` with memory for steps that are longer than chunk_size, and the most rows of one; 0 where all layers
+    are not on one GPU, all experts fit there and may go there, or there is too little room.
+
+    may_move: whether experts may. Of such steps slots lend what experts take (operators/experts/lending.py); hidden
+    states lie beside.
+    """
+    places = {layer_device.device for layer_device in plan.layer_devices}
+    found = streamed_layers(plan, source)
+    if len(places) != 1 or set(found) != places:
+        return plan, 0
+    ((device, layers),) = found.items()
+    left = plan.capacity.get(device, 0) - plan.total_bytes.get(device, 0)
+    if may_move and sum(one.nbytes * one.operator.num_experts for one in layers) <= left:
+        return plan, 0
+    planned = plan.devices[device].workspace_nbytes() - step_nbytes(facts, chunk_size)
+    slack = int(_SHARE_OF_SLACK * max(planned, 0))
+    for count in _LONG_STEPS:
+        nbytes = max((count - 1) * chunk_size * _LONG_ROW * facts.hidden_size * 2 - slack, 0)
+        if nbytes <= _SHARE_OF_LONG * left:
+            extra = {**plan.extra_bytes, LONG_PROMPTS: {device: nbytes}}
+            return replace(plan, extra_bytes=extra), count * chunk_size
+    return plan, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,19 +148,18 @@ def streamed_layers(plan: Plan, source: WeightSource) -> Mapping[str, list[Strea
 
 
 def plan_streaming(
-    plan: Plan, source: WeightSource, facts: ModelFacts, chunk_size: int, *, is_said: bool = True
+    plan: Plan, source: WeightSource, facts: ModelFacts, chunk_size: int, *, long_rows: int = 0, is_said: bool = True
 ) -> tuple[Streaming, ...]:
     """Plan what is streamed to each GPU beside what `plan` holds there; nothing where there is too little room.
 
-    is_said: whether the log says why nothing is.
+    long_rows: most rows of a step that memory is lent to. is_said: whether the log says why nothing is.
     """
     level = logging.INFO if is_said else logging.DEBUG
     top_k, made = facts.top_k(), list[Streaming]()
     for device, found in streamed_layers(plan, source).items() if top_k else ():
         layouts = [one.operator.layout for one in found]
-        shape = PrefillShape(
-            layouts[0].num_experts, top_k, layouts[0].hidden_size, layouts[0].intermediate_size, chunk_size
-        )
+        sizes = layouts[0].num_experts, top_k, layouts[0].hidden_size, layouts[0].intermediate_size
+        shape = PrefillShape(*sizes, chunk_size, long_rows=long_rows)
         if any(layout != layouts[0] for layout in layouts):
             logger.log(level, "experts are not streamed to %s: layers have experts of several shapes", device)
             continue

@@ -122,7 +122,13 @@ class Batch:
             self.num_drafted -= len(row.drafts)
 
     def plan(
-        self, step_id: int, ended: list[int], tiers: TierPlan | None = None, *, is_observed: bool = True
+        self,
+        step_id: int,
+        ended: list[int],
+        tiers: TierPlan | None = None,
+        *,
+        is_observed: bool = True,
+        is_long: bool = False,
     ) -> StepPlan:
         """Make the record of the step for the engine. Call once: it notes where each run's token will be found in the
         results."""
@@ -153,7 +159,15 @@ class Batch:
             if planned.is_sampled:
                 run.sampled_index = num_sampled
                 num_sampled += 1
-        return StepPlan(step_id=step_id, starts=starts, rows=rows, ended=ended, tiers=tiers, is_observed=is_observed)
+        return StepPlan(
+            step_id=step_id,
+            starts=starts,
+            rows=rows,
+            ended=ended,
+            tiers=tiers,
+            is_observed=is_observed,
+            is_long=is_long,
+        )
 
 
 def _saves(row: PlannedRow) -> list[tuple[int, int]]:

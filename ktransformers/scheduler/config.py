@@ -73,6 +73,8 @@ class SchedulerConfig:
 
     num_pages, page_size: the K/V cache, in pages and in tokens per page.
     chunk_size: most tokens one step carries, decodes and prefill together.
+    long_chunk_size, long_prompt: tokens of a step while at least so many tokens of prompts wait, on memory that the
+    engine lends for it (scheduler/long_prompts.py); 0: there is none.
     max_batch_size: most sequences one step carries.
     max_itl_ratio: beside prompts, streams are at most so many times slower than alone over any two seconds, as far as
     scheduler/prefill_throttle.py can have it; 0: chunk_size alone decides. max_gap_ms: milliseconds that a step which
@@ -108,13 +110,15 @@ class SchedulerConfig:
     num_stages: int = 1
     max_drafts: int = 0
     drafter: str = "ngram"
+    long_chunk_size: int = 0
+    long_prompt: int = 0
 
     def __post_init__(self) -> None:
         positive = ("num_pages", "page_size", "chunk_size", "max_batch_size", "vocab_size", "snapshot_align")
         for name in (*positive, "num_stages"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("num_states", "snapshot_interval", "max_drafts"):
+        for name in ("num_states", "snapshot_interval", "max_drafts", "long_chunk_size", "long_prompt"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
         check_itl_ratio(self.max_itl_ratio)

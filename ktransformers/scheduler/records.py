@@ -122,7 +122,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     starts: runs whose first row is in this step. ended: runs that have no row in this step or any later one.
     tiers: what is to be copied before the rows; a step without rows has nothing else, and no other is in flight then.
-    is_observed: whether the engine's drafter, if there is one, is shown what the step computes.
+    is_observed: whether the engine's drafter, if there is one, is shown what the step computes. is_long: whether memory
+    is lent to it, as a step that may be longer than chunk_size; until a step is not.
     """
 
     step_id: int
@@ -131,6 +132,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     ended: Sequence[int]
     tiers: TierPlan | None = None
     is_observed: bool = True
+    is_long: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -5,15 +5,14 @@
               ├── out of pages, engine_lost ────┤
               └── resume ── suspended <─────────┴── suspend (from waiting too)
 
-A step takes, within chunk_size tokens: first one token of every decode, so that streams do not stall; then chunks of
-prompts in the order of rank (priority, then arrival), of which a part goes to the one with the fewest tokens left
-(passing.py). With max_itl_ratio, prompts beside decodes get only the rows that prefill_throttle.py allows.
+A step takes, within chunk_size tokens (long_prompts.py: or more): first one token of every decode, so that streams do
+not stall; then chunks of prompts by rank (priority, then arrival), a part of them to the one with the fewest tokens
+left (passing.py). With max_itl_ratio, prompts beside decodes get only the rows that prefill_throttle.py allows.
 
 Waiting sequences are admitted in the order of rank while fewer than max_running run and pages are free, with rows in
 this step or without, so that a short prompt is seen behind long ones. Nobody overtakes the head that waits for pages.
 
 A suspended request has its tokens, its deadline and its rank, and nothing else: no run, no pages, no place in a queue.
-
 What prompts have in common is computed once: while one computes it, those behind it wait for its pages.
 
 Pages are allocated as sequences grow. When none is left, the running sequence of the last rank gives up its pages and
@@ -38,7 +37,6 @@ and decodes are shared out over the steps, so that all stages have work.
 Models with recurrent layers have states beside pages: a run has a slot of its own, and begins from a snapshot of one
 (scheduler/snapshots.py). What a stale row writes goes to slots that have no reader: its run's own, and those of
 snapshots that are never published. They may have new owners by then, who write in later steps.
-
 Pages may have copies in host memory and in files (scheduler/kv_offload.py). A waiting sequence whose pages are read
 from files is passed by others; steps without rows copy when nobody has any. Knows no text, tensors, processes, time.
 """
@@ -59,6 +57,7 @@ from ktransformers.scheduler.batch import Batch, PlannedRow, PlannedStep
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.drafting.planner import DraftPlanner
 from ktransformers.scheduler.integrity import Queues, check_queues, check_run
+from ktransformers.scheduler.long_prompts import LongPrompts
 from ktransformers.scheduler.page_tables import PageTables
 from ktransformers.scheduler.passing import Passing
 from ktransformers.scheduler.prefill_throttle import PendingPrefill, PrefillThrottle
@@ -95,7 +94,7 @@ class Scheduler:
         self._snapshots = self._pages.snapshots
         ratio = config.max_itl_ratio
         self._throttle = PrefillThrottle(ratio, config.max_gap_ms / 1000) if ratio else None
-        self._passing = Passing(config.chunk_size)
+        self._passing, self._long = Passing(config.chunk_size), LongPrompts(config)
         self._drafts = DraftPlanner(config)
         self._requests: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []  # by rank
@@ -253,6 +252,7 @@ class Scheduler:
         if prefills or self._waiting:
             prefills = [seq for seq in prefills if seq.run is not None]  # not those that have just given way
             prefills = sorted(prefills + self._admit(), key=_rank)
+        batch.budget += self._long.more(prefills, may_lend=self._throttle is not None or not len(batch))
         self._fill(batch, prefills)
         for seq in self._waiting[:MAX_FETCHING]:
             self._pages.awaits_tiers(seq)
@@ -292,7 +292,7 @@ class Scheduler:
         self._next_step += 1
         self._in_flight.append(step)
         copies = self._pages.take_copies(is_alone=not rows)
-        return batch.plan(step.step_id, ended, copies, is_observed=self._drafts.is_observed)
+        return batch.plan(step.step_id, ended, copies, is_observed=self._drafts.is_observed, is_long=self._long.is_on)
 
     def _runnable(self) -> tuple[list[Sequence], list[Sequence]]:
         """Running sequences with tokens left to run, by rank: (one token, several tokens). With several stages those

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from ktransformers.cache.hot_experts import HotCosts, HotExperts, HotTotals, Upload, replay
+from ktransformers.cache.hot_experts import HotCosts, HotExperts, HotTotals, Move, Upload, replay
 from tests.support.engines.routing_traces import SKEW, Step, best_hits, trace
 
 LAYERS, EXPERTS, TOP_K = 3, 16, 2
@@ -347,3 +347,56 @@ def test_the_best_of_all_layers_have_the_slots() -> None:
     assert (policy.slot_of >= 0).sum(1).tolist() == [2, 14]
     assert sum(found[200:]) > 0.9 * 200 * 6 * (2 + 4 * 14 / 16) / 6
     policy.check_integrity()
+
+
+def test_the_last_slots_are_lent_and_come_back() -> None:
+    """Those worth least lose their slots, whichever these are; what stays moves to theirs, and the best come back."""
+    policy = HotExperts(1, 8, 6, max_uploads=2)
+    policy.land(policy.begin())
+    picks = np.zeros((1, 8), np.int64)
+    picks[0, [0, 4, 5, 7]] = 1  # of experts 0 .. 5 in slots of their numbers, and one without
+    policy.observe(picks)
+    assert policy.lend(3) == [Move(4, 1), Move(5, 2)]  # of 1, 2 and 3, which were never picked, 3 has no use for a move
+    assert policy.slot_of[0].tolist() == [0, -1, -1, -1, 1, 2, -1, -1]
+    policy.check_integrity()
+    with pytest.raises(RuntimeError, match="lent already"):
+        policy.lend(1)
+    back = policy.reclaim()
+    assert [(one.expert, one.slot) for one in back] == [(7, 3), (1, 4), (2, 5)]  # picked, then the first ones
+    policy.check_integrity()
+    policy.land(back)
+    assert sorted(policy.slot_of[0].tolist()) == [-1, -1, 0, 1, 2, 3, 4, 5]
+    policy.check_integrity()
+
+
+@pytest.mark.parametrize("count", [0, SLOTS, SLOTS + 1])
+def test_slots_that_cannot_be_lent(count: int) -> None:
+    with pytest.raises(ValueError, match="cannot be lent"):
+        begun().lend(count)
+
+
+def test_steps_go_on_while_slots_are_lent() -> None:
+    """Uploads go to slots that are left; equal experts come back to all layers."""
+    policy = begun()
+    steps = list(trace(300, LAYERS, EXPERTS, TOP_K, skew=SKEW))
+    list(replay(policy, steps[:100]))
+    policy.land(policy.decide())
+    for upload in _coming(policy):
+        policy.land([upload])
+    policy.lend(SLOTS // 2)
+    for step in steps[100:200]:
+        policy.launch()
+        policy.observe(picks_of(step))
+        policy.land(policy.decide())
+        policy.check_integrity()
+        assert (policy.slot_of >= 0).sum() == SLOTS - SLOTS // 2
+    policy.land(policy.reclaim())
+    assert (policy.slot_of >= 0).sum() == SLOTS
+    policy.check_integrity()
+
+
+def _coming(policy: HotExperts) -> list[Upload]:
+    """The uploads that a replay has left on their way, each to a slot that nobody has."""
+    free = sorted(set(range(SLOTS)) - set(policy.slot_of[policy.slot_of >= 0].tolist()))
+    pairs = zip(sorted(policy._coming), free, strict=True)
+    return [Upload(*divmod(number, EXPERTS), slot, 0) for number, slot in pairs]

@@ -22,6 +22,7 @@ from ktransformers.engine.load.builder import Engine
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.experts.router import KRouter
 from ktransformers.optimize.plan import Plan
+from ktransformers.scheduler.long_prompts import LongPrompts
 from ktransformers.scheduler.records import NewSequence, ScheduledSequence, StepPlan, StepResult, counts_in
 
 __all__ = ["DecodeCase", "Figure", "OfflineRuns", "StepWeights", "slots_needed"]
@@ -147,8 +148,11 @@ def slots_needed(prefills: list[int], batches: list[int], case: DecodeCase, page
 class OfflineRuns:
     """Measures prefill and decode of one engine.
 
-    seconds: passes of a figure are repeated until they took as long.
+    seconds: passes of a figure are repeated until they took as long. lends: whether slots are lent to long prompts,
+    where the engine would.
     """
+
+    lends: bool = True
 
     def __init__(self, engine: Engine, seconds: float, seed: int = 0):
         self._engine, self._seconds = engine, seconds
@@ -172,7 +176,7 @@ class OfflineRuns:
         return most / total if total else None
 
     def prefill(self, num_tokens: int) -> Figure:
-        """Measure a prompt of num_tokens in chunks of the engine's chunk_size, until its first token is sampled."""
+        """Measure a prompt of num_tokens in chunks as the scheduler makes them, until its first token is sampled."""
 
         def one_pass() -> _Counts:
             run, counts = self._prompt(num_tokens, first_page=0)
@@ -248,7 +252,7 @@ class OfflineRuns:
     def _prompt(self, num_tokens: int, first_page: int, index: int = 0) -> tuple[int, _Counts]:
         """Run a new sequence's prompt, in chunks. Returns its run, which stays until it is named in _ended."""
         counts = _Counts()
-        page_size, chunk = self._engine.cache.page_size, self._engine.config.chunk_size
+        page_size, long = self._engine.cache.page_size, LongPrompts(self._engine.scheduler_config)
         token_ids, run_id = self._tokens(num_tokens), next(self._run_ids)
         table = list(range(first_page, first_page + _pages(num_tokens, page_size)))
         params = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -257,19 +261,24 @@ class OfflineRuns:
                 run_id=run_id, request_id=str(run_id), params=params, prompt_len=num_tokens, token_ids=token_ids
             )
         ]
-        for start in range(0, num_tokens, chunk):
-            part = token_ids[start : start + chunk]
+        start = 0
+        while start < num_tokens:
+            size = self._engine.config.chunk_size + (long.more_of(num_tokens - start) if self.lends else 0)
+            part = token_ids[start : start + size]
             row = _row(run_id, start, part, table, index, is_sampled=start + len(part) == num_tokens)
-            counts.add(self._execute(self._plan([row], starts)), len(part))
-            starts = []
+            counts.add(self._execute(self._plan([row], starts, is_long=long.is_on)), len(part))
+            starts, start = [], start + len(part)
         return run_id, counts
 
     def _tokens(self, count: int) -> list[int]:
         ids: list[int] = self._rng.integers(0, self._engine.model.vocab_size, count).tolist()
         return ids
 
-    def _plan(self, rows: list[ScheduledSequence], starts: list[NewSequence] | None = None) -> StepPlan:
-        plan = StepPlan(step_id=next(self._step_ids), starts=starts or [], rows=rows, ended=self._ended)
+    def _plan(
+        self, rows: list[ScheduledSequence], starts: list[NewSequence] | None = None, *, is_long: bool = False
+    ) -> StepPlan:
+        number = next(self._step_ids)
+        plan = StepPlan(step_id=number, starts=starts or [], rows=rows, ended=self._ended, is_long=is_long)
         self._ended = []
         return plan
 

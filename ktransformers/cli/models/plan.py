@@ -118,7 +118,7 @@ def expect(preview: DryRun, speed: MachineSpeed | None, batch: int, context: int
         return Expected((), f"{', '.join(missing)} was not measured: ktransformers doctor --measure")
     if speed.cpu.threads != preview.num_threads:
         return Expected((), f"{speed.cpu.threads} threads were measured, and the plan has {preview.num_threads}")
-    prefill = predict_prefill(load, speed, context, chunk_size)
+    prefill = predict_prefill(load, speed, context, chunk_size, preview.long_rows)
     return Expected((prefill, predict_decode(load, speed, batch, context)))
 
 

@@ -259,6 +259,12 @@ def add_plan_flags(group: argparse._ActionsContainer) -> None:
         help="slots on a GPU for the experts that layers on the CPU use most: N for each layer, or what is left of the "
         "GPU; off: whole layers there (%(default)s)",
     )
+    add_toggle(
+        group,
+        "lend_slots",
+        default=config.lend_slots,
+        help="these slots lend memory to long prompts, for steps of up to four times --chunk_size (off)",
+    )
     add_toggle(group, "use_cuda", default=None, help="place modules on GPUs where rules say cuda (on if there are any)")
     group.add_argument(
         "--attention_backend",

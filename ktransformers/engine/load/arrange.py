@@ -21,7 +21,7 @@ from ktransformers.errors import MODULE_FAILURES, KTransformersError, Unsupporte
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.common.compiling import compiles, warmup
 from ktransformers.operators.layers.cpu import fuse_layers
-from ktransformers.operators.layers.gpu import stack_gpu_layers
+from ktransformers.operators.layers.gpu import stack_gpu_layers, takes_blocks
 from ktransformers.operators.layers.native_stack import stack_cpu_layers
 from ktransformers.operators.layers.traced import (
     PROBE_ROWS,
@@ -63,11 +63,11 @@ def hand_contexts_to_recurrent(model: torch.nn.Module, plan: Plan) -> None:
         hand_contexts_down(model)
 
 
-def arrange_layers(loaded: Arrangeable) -> None:
+def arrange_layers(loaded: Arrangeable) -> bool:
     """Run one step, refuse what cannot be right, and join layers: in native calls when every module is on the CPU, else
     those on a GPU in as few launches as can be. What no test covers is compared with transformers.
 
-    Raises UnsupportedError.
+    Returns whether all layers take a step in blocks (ForwardContext.blocks). Raises UnsupportedError.
     """
     opened, plan, shapes, pool = loaded.opened, loaded.plan, loaded.shapes, loaded.pool
     calls = _first_step(loaded)
@@ -79,7 +79,7 @@ def arrange_layers(loaded: Arrangeable) -> None:
         layer_devices = {layer_device.key: plan.devices[layer_device.device] for layer_device in plan.layer_devices}
         stack_gpu_layers(opened.model, layer_devices, move_into, calls)
         hand_contexts_to_recurrent(opened.model, plan)
-        return
+        return False
     checked = CheckedModel(opened.model, shapes, pool, loaded.layout)
     if is_on_cpu:
         fuse_layers(opened.model, shapes, pool, calls)
@@ -95,6 +95,7 @@ def arrange_layers(loaded: Arrangeable) -> None:
         stack_gpu_layers(opened.model, layer_devices, move_into, calls)
         hand_contexts_to_recurrent(opened.model, plan)  # stacks stand where layers stood
         stacks.compare()
+    return takes_blocks(opened.model, calls)
 
 
 def _first_step(loaded: Arrangeable) -> list[LayerCall]:

@@ -143,7 +143,7 @@ def _executor(built: CapturedModel, runner: ModelRunner, stats: ExpertStats) -> 
     )
     executor.new_runtime = lambda: StepRuntime(runner)
     if built.hot.gpus:
-        executor.take_hot = built.hot.take
+        executor.take_hot, executor.lend = built.hot.take, built.hot.lend
     return executor
 
 

@@ -96,6 +96,8 @@ class Engine(LoadedModel):
             tiers=self.tiers,
             max_drafts=self.max_drafts,
             drafter=self.drafter,
+            long_chunk_size=self.hot.long_steps.rows,
+            long_prompt=self.hot.long_steps.least_tokens,
         )
 
     @property

@@ -230,12 +230,16 @@ def arrange_model(loaded: LoadedWeights, lenders: Lenders | None = None) -> Arra
     """Run one step, refuse what cannot be right, put layers together, and make the cache. lenders: of what layers
     attend to that have no keys and values of their own. Raises UnsupportedError."""
     planned_part, opened, pool = loaded.planned_part, loaded.opened, loaded.pool
-    arrange_layers(loaded)
+    if not arrange_layers(loaded):
+        loaded.hot.refuse_long_steps("not all layers of this model take a step in blocks")
+    if loaded.flash:
+        loaded.hot.refuse_long_steps("FlashInfer plans whole steps; --attention_backend triton does without")
     planned = planned_part.planned
     cache = planned_part.cache_plan.make(planned.shapes, planned.num_slots, planned.num_states, lenders)
     identified = identify(opened, loaded.plan, cache, pool)
     loaded.hot.begin(HotFile(identified.sampled.digests))
     forward = ForwardPass(opened.model, pool, loaded.layout)
+    forward.block_rows = planned.chunk_size if loaded.hot.long_steps.rows else 0
     if loaded.layout.is_cpu and opened.config.pipeline == 1:
         forward.short = find_fused_decode(opened.model, planned.shapes, pool, loaded.longest)
     if loaded.drafts_of_hidden_states:

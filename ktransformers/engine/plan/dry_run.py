@@ -28,7 +28,8 @@ class DryRun:
     """The results of planning a model without loading it.
 
     fit_suggestions: None when the model fits. num_threads: of the worker pool that would run it. threads: what decides
-    where they run, see describe_threads; None when that is nothing worth saying, or --cpu_infer.
+    where they run, see describe_threads; None when that is nothing worth saying, or --cpu_infer. long_rows: see
+    Planned.
     """
 
     plan: Plan
@@ -36,6 +37,7 @@ class DryRun:
     fit_suggestions: FitSuggestions | None
     num_threads: int
     threads: str | None = None
+    long_rows: int = 0
 
 
 def dry_run(opened: OpenedModel, hardware: Hardware | None = None, name: str | None = None) -> DryRun:
@@ -80,7 +82,8 @@ def _dry_run(opened: OpenedModel, hardware: Hardware, name: str | None) -> DryRu
         suggestions = find_fit_suggestions(planned, opened.config, hardware, plan_again)
     asked = opened.config.cpu_infer
     threads = None if asked else describe_threads(settled.num_threads)
-    return DryRun(planned.plan, summary, suggestions, asked or settled.num_threads, threads)
+    num_threads = asked or settled.num_threads
+    return DryRun(planned.plan, summary, suggestions, num_threads, threads, planned.long_rows)
 
 
 def _plan(opened: OpenedModel, hardware: Hardware) -> tuple[Planned, Hardware]:

@@ -50,7 +50,14 @@ from ktransformers.optimize.machine import Machine, detect_machine
 from ktransformers.optimize.plan import Choices, Plan, format_bytes, make_plan
 from ktransformers.optimize.rules import Rules, load_rules
 from ktransformers.optimize.spread import spread_layers
-from ktransformers.optimize.streaming import Streaming, chunk_size_for, plan_streaming, step_nbytes, with_streaming
+from ktransformers.optimize.streaming import (
+    Streaming,
+    chunk_size_for,
+    plan_streaming,
+    step_nbytes,
+    with_long_steps,
+    with_streaming,
+)
 from ktransformers.system.cores import usable_cores
 
 __all__ = ["Hardware", "Planned", "Planner"]
@@ -163,6 +170,11 @@ class Planned:
             logger.info("%s", self.draft)
 
     @property
+    def long_rows(self) -> int:
+        """Most tokens of a step that memory is lent to; 0: there is none."""
+        return max((each.shape.long_rows for each in self.streamings), default=0)
+
+    @property
     def layer_devices(self) -> list[Device]:
         """The devices of the decoder layers, in order."""
         return [self.plan.devices[layer_device.device] for layer_device in self.plan.layer_devices]
@@ -264,9 +276,9 @@ class Planner:
         is_better = is_short or spread.expert_bytes_on_cpu < planned.expert_bytes_on_cpu
         return planned if spread.plan.misfit() is not None or not is_better else spread
 
-    def _whole(self, hardware: Hardware, transfer: Mapping[int, str]) -> Planned:
+    def _whole(self, hardware: Hardware, transfer: Mapping[int, str], *, may_lend: bool = True) -> Planned:
         """A plan with its cache and its workspaces, and with experts in what is left of the GPUs if that is ours to
-        decide."""
+        decide. may_lend: whether there may be steps that slots lend memory to, unless nothing else fits."""
         opened = self.opened
         plan, shapes = self._weights(hardware, Choices(self._divided(hardware), transfer))
         num_slots = self.cache_plan.num_slots(opened, plan, shapes)
@@ -306,7 +318,8 @@ class Planner:
         draft = self._planned_draft(Planned(plan, chunk_size, (), shapes, num_slots, num_states, Filling()), hardware)
         if draft is not None:  # before anything fills what is left
             plan = replace(plan, extra_bytes={**extra, "draft model": draft.nbytes})
-        plan, streamings = with_streaming(plan, self._streamings(plan, chunk_size))
+        plan, long_rows = self._with_long_steps(plan, chunk_size) if may_lend else (plan, 0)
+        plan, streamings = with_streaming(plan, self._streamings(plan, chunk_size, long_rows))
         filling, hots = Filling(), tuple[HotSlots, ...]()
         if gpus:
             filling, hots = self._fill(plan)
@@ -314,12 +327,26 @@ class Planner:
             again = self._weights(hardware, Choices(filling.moved, transfer))[0]
             plan, streamings = with_streaming(replace(again, extra_bytes=plan.extra_bytes), streamings)
         plan, hots = with_hot_slots(plan, hots)
+        if long_rows and (not hots or plan.misfit() is not None):
+            return self._whole(hardware, transfer, may_lend=False)
         return Planned(plan, chunk_size, streamings, shapes, num_slots, num_states, filling, transfer, hots, draft)
 
-    def _streamings(self, plan: Plan, chunk_size: int, *, is_said: bool = True) -> tuple[Streaming, ...]:
+    def _with_long_steps(self, plan: Plan, chunk_size: int) -> tuple[Plan, int]:
+        """`plan` with room for steps on memory that slots lend, where steps are those of one process and one model."""
+        opened, config = self.opened, self.opened.config
+        is_alone = opened.partial_sums is None and config.pipeline == 1 and not self.is_draft and config.lend_slots
+        if not is_alone or opened.draft is not None or config.drafter == "mtp" or config.hot_experts == "off":
+            return plan, 0
+        may_move = config.optimize_config_path is None
+        return with_long_steps(plan, opened.source, opened.facts, chunk_size, may_move=may_move)
+
+    def _streamings(
+        self, plan: Plan, chunk_size: int, long_rows: int = 0, *, is_said: bool = True
+    ) -> tuple[Streaming, ...]:
         if self.is_draft:
             return ()
-        return plan_streaming(plan, self.opened.source, self.opened.facts, chunk_size, is_said=is_said)
+        source, facts = self.opened.source, self.opened.facts
+        return plan_streaming(plan, source, facts, chunk_size, long_rows=long_rows, is_said=is_said)
 
     def _divided(self, hardware: Hardware) -> dict[str, str]:
         """Return the GPU of the routed experts of which a worker has a part, as the driver's plan says."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ktransformers.engine.step.cuda_graphs import GraphBackend, Replayable
 from ktransformers.engine.step.decode_inputs import DecodeInputs, StaticInputs, StepSize
+from ktransformers.kernels.transfer.async_cpu_experts import begin_hold, end_hold
 
 __all__ = ["CUDAGraphRunner", "ReplayedWork", "StepTimers"]
 
@@ -264,10 +265,12 @@ class CUDAGraphRunner:
         captured.static.stage(inputs)
         for work, count in captured.counts:
             work.expect(count)
+        begin_hold()
         try:
             backend.launch(captured.graph, captured.static.send, is_held=True)
         except BaseException:
             backend.release()  # whatever was launched by then: nobody else would
+            end_hold()
             raise
         self._held = captured, inputs
         return True
@@ -285,6 +288,7 @@ class CUDAGraphRunner:
             for work, _ in captured.counts:
                 work.set_rows(inputs.num_rows)
             self._backend.release()
+            end_hold()
         assert captured.logits is not None, "steps that are held are replayed"
         return captured.logits[: inputs.num_kept]
 

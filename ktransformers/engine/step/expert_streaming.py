@@ -114,7 +114,7 @@ def open_prefill(
     try:
         staging = Staging(size, device.torch_device, tools.copies)
         dtype = torch.bfloat16 if device.dtype is torch.bfloat16 else torch.float32
-        cpu = AsyncCpuExperts(pool, StreamShape(shape.max_rows, shape.top_k, shape.hidden_size, dtype), tools.driver)
+        cpu = AsyncCpuExperts(pool, StreamShape(shape.most_rows, shape.top_k, shape.hidden_size, dtype), tools.driver)
         prefill = ExpertPrefill(device, shape, staging, cpu, tools.driver, stats, least_rows)
         for kernel in kernels:
             prefill.add_layer(kernel)

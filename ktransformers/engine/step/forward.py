@@ -47,13 +47,15 @@ class ForwardPass:
 
     layout: the devices of its layers, None where all are on the CPU. announce: whether modules that keep torch's
     forward get a line in the log. short: what steps on the CPU take, where a model has it. last_hidden: the
-    forward hook that keeps the hidden states of each step for a drafter; None without one.
+    forward hook that keeps the hidden states of each step for a drafter; None without one. block_rows: steps of more
+    rows on GPUs attend in blocks of so many (ForwardContext.blocks); 0: none does.
     """
 
     def __init__(self, model: Any, pool: WorkerPool, layout: StepLayout | None = None, *, announce: bool = True):
         self.model, self.pool = model, pool
         self.short: FusedDecode | None = None
         self.last_hidden: LastHiddenHook | None = None
+        self.block_rows = 0
         self.layout = None if layout is None or layout.is_cpu else layout
         self.lookup = None if self.layout is None else TokenLookup(self.layout)
         left = modules_on_torch(model) if self.layout is None or CPU in self.layout.devices else []
@@ -96,11 +98,14 @@ class ForwardPass:
         layout = self.layout
         assert layout is not None, "steps on the CPU stay there"
         assert self.lookup is not None, "it is there where the layout is"
+        context = replace(context, token_ids=token_ids)
+        if 0 < self.block_rows < len(token_ids):
+            context = context.in_blocks(self.block_rows)
         return StepInputs(
             hidden_states=self.lookup(token_ids)[None],
             positions=layout.entry.move(positions[None]),
             keep=layout.last.move(keep),
-            context=replace(context, token_ids=token_ids).replicated(device.torch_device for device in layout.devices),
+            context=context.replicated(device.torch_device for device in layout.devices),
         )
 
     @torch.inference_mode()

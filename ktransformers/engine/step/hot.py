@@ -22,10 +22,11 @@ from ktransformers.kernels.cpu import MoeKernel
 from ktransformers.kernels.transfer.copies import PinnedRanges
 from ktransformers.operators.device import Device, StepFollower
 from ktransformers.operators.experts.hot import HotLayer, HotPool, kind_of
+from ktransformers.operators.experts.lending import NO_LONG_STEPS, Lending, LongSteps, choose_long_steps
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.experts.split import PrefillRates
 from ktransformers.operators.experts.staging import HostExperts
-from ktransformers.operators.experts.streamed import PrefillLayer
+from ktransformers.operators.experts.streamed import ExpertPrefill, PrefillLayer
 from ktransformers.optimize.hot_slots import HotSlots
 from ktransformers.optimize.plan import Plan
 from ktransformers.system.file_kinds import size_of
@@ -116,10 +117,13 @@ class HotGpu(StepFollower):
 
 @dataclass(frozen=True, slots=True)
 class HotService:
-    """The expert slots of all GPUs. layers: by experts module, for its runtime."""
+    """The expert slots of all GPUs. layers: by experts module, for its runtime. lending: what lends slots to long
+    steps, where there is one GPU.
+    """
 
     layers: Mapping[str, HotLayer] = field(default_factory=dict)
     gpus: Sequence[HotGpu] = ()
+    lending: list[Lending] = field(default_factory=list)
     _taken: list[int] = field(default_factory=lambda: [0, 0, 0, 0], repr=False)
 
     def begin(self, file: HotFile) -> None:
@@ -132,6 +136,22 @@ class HotService:
         slots = sum(pool.policy.num_slots for pool in self._pools())
         origin = f"as learned before ({file.path})" if learned else "any of them at first"
         logger.info("%d slots on GPUs are filled with experts, %s", slots, origin)
+
+    @property
+    def long_steps(self) -> LongSteps:
+        """The steps that slots are lent to."""
+        return self.lending[0].steps if self.lending else NO_LONG_STEPS
+
+    def lend(self, is_long: bool) -> None:
+        """Lend slots before a long step, or take them back before another one."""
+        for one in self.lending:
+            one.set(is_long)
+
+    def refuse_long_steps(self, reason: str) -> None:
+        """Let no slots be lent, with one line in the log where some would be."""
+        if self.lending:
+            logger.info("no slots are lent to long prompts: %s", reason)
+            self.lending.clear()
 
     def _pools(self) -> list[HotPool]:
         return [pool.slots for gpu in self.gpus for pool in gpu.pools]
@@ -186,6 +206,7 @@ def open_hot(
     """
     layers: dict[str, HotLayer] = {}
     gpus: list[HotGpu] = []
+    lending: list[Lending] = []
     for hot in hots:
         device = plan.devices[hot.device]
         tools = tools_of(device)
@@ -214,10 +235,34 @@ def open_hot(
             made = HotPool(device, of_pool, policy, tools.copies, tools.driver, rows)
             pools.append(_Pool(made, tuple(kernel.layer for kernel in of_pool)))
             layers |= {key: made.layer(number, prefill.get(key)) for number, key in enumerate(keys)}
+        streamed = next((one.prefill for key, one in prefill.items() if key in kernels), None)
+        lending += [] if streamed is None else _lending([pool.slots for pool in pools], streamed)
         gpu = HotGpu(pools, pinned)
         device.followers.append(gpu)
         gpus.append(gpu)
-    return HotService(layers, gpus)
+    return HotService(layers, gpus, lending)
+
+
+def _lending(pools: Sequence[HotPool], prefill: ExpertPrefill) -> list[Lending]:
+    """What lends slots of the largest pool to long steps; nothing where that never pays."""
+    shape, rates = prefill.shape, prefill.rates
+    if not shape.long_rows or rates is None:
+        return []
+    pool = max(pools, key=lambda one: one.policy.num_slots)
+    policy, parts = pool.policy, [part.nbytes for part in pool.hosts[0].projections]
+    itemsize = prefill.device.matmul_dtype.itemsize
+    steps = choose_long_steps(shape, rates, policy.num_layers, policy.num_slots, parts, itemsize)
+    if not steps.rows:
+        logger.info("no slots are lent to long prompts: steps longer than %d tokens would not pay", shape.max_rows)
+        return []
+    logger.info(
+        "from %d tokens of prompts on, %d of %d slots are lent to steps of up to %d tokens",
+        steps.least_tokens,
+        steps.num_slots,
+        policy.num_slots,
+        steps.rows,
+    )
+    return [Lending(pool, prefill, steps)]
 
 
 def _kernels(plan: Plan, hot: HotSlots) -> dict[str, MoeKernel]:

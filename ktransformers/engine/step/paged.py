@@ -114,9 +114,9 @@ class PagedExecutor:
     (structured output). eos_token_ids: see RequestSampler. recorder: takes what steps took while a profile is written;
     set between steps. new_runtime: makes what records what is below Python, for a recorder. tiers: what is below the
     cache. hand_over: called in steps that do not run apart, once others may have Python: right before they are
-    computed. take_hot: what is new of experts in slots of GPUs, see StepResult.hot; after each step. mend_model: see
-    Ranks.recover. drafter: finds draft tokens that a plan leaves to the engine. find_damage: what to say of the weights
-    where logits or an embedding are no numbers.
+    computed. take_hot: what is new of experts in slots of GPUs, see StepResult.hot; after each step. lend: called
+    before each step, with StepPlan.is_long. mend_model: see Ranks.recover. drafter: finds draft tokens that a plan
+    leaves to the engine. find_damage: what to say of the weights where logits or an embedding are no numbers.
     """
 
     recorder: Recorder | None = None
@@ -126,6 +126,7 @@ class PagedExecutor:
     hand_over: Callable[[], None] | None = None
     new_runtime: Callable[[], Runtime | None] = staticmethod(lambda: None)
     take_hot: Callable[[], tuple[int, int, int, int]] = staticmethod(lambda: (0, 0, 0, 0))
+    lend: Callable[[bool], None] = staticmethod(lambda is_long: None)
     mend_model: Callable[[], None] = staticmethod(lambda: None)
     find_damage: Callable[[], str] = staticmethod(str)
 
@@ -274,12 +275,15 @@ class PagedExecutor:
         kept, recorder = inputs.kept, self.recorder
         if recorder is not None:
             recorder.begin_step(plan.step_id, plan.num_tokens, [kept.rows[at] for at in kept.sampled])
+        self.lend(plan.is_long)
         try:
             logits = self._forward(rows, inputs)
             sampling_ns = time.monotonic_ns()
             results = self._sample(rows, inputs.runs, rows_of(logits, kept.sampled, len(kept.rows)))
             results = self._embedded(rows, inputs.runs, results)
             self._previous = [_last_token(result) for result in results]
+            # Before the next step goes on, whose experts are counted in the same places.
+            experts, counts = self._experts_used() if self.counts_experts else ((0, 0, 0), b"")
             self._release(is_wanted=True)
         finally:
             self._release(is_wanted=False)  # of a step that failed: a GPU that waits for ever ends nothing
@@ -292,7 +296,6 @@ class PagedExecutor:
         if recorder is not None:
             drawn = [sum(1 for _ in result.tokens) for result in results]
             recorder.end_step(self._record(plan, kept, drawn, (began_ns, ended_ns, sampling_ns), recorder.epoch))
-        experts, counts = self._experts_used() if self.counts_experts else ((0, 0, 0), b"")
         return StepResult(
             step_id=plan.step_id,
             results=results,

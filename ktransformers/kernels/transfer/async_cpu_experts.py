@@ -25,7 +25,7 @@ from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.extension import extension
 from ktransformers.kernels.transfer.cuda import StreamDriver
 
-__all__ = ["AsyncCpuExperts", "EnqueueMethod", "StreamShape", "choose_enqueue_method"]
+__all__ = ["AsyncCpuExperts", "EnqueueMethod", "StreamShape", "begin_hold", "choose_enqueue_method", "end_hold"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,13 +67,48 @@ class StreamShape:
         return self.max_tokens * (2 * self.hidden_size * self.dtype.itemsize + self.top_k * 8) + 128
 
 
-def _stop(handle: extension.ExpertStream, driver: StreamDriver, pid: int) -> None:
-    """Functions on the stream hold addresses of the handle: it must not go before they ran."""
-    try:
-        if os.getpid() == pid:  # a forked child has neither the device nor the thread
-            driver.synchronize()
-    finally:
-        handle.close()
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """What functions on a GPU's stream hold addresses of: it must not go before they ran. kept: memory of theirs."""
+
+    handle: extension.ExpertStream
+    driver: StreamDriver
+    pid: int
+    kept: tuple[object, ...]
+
+    def stop(self) -> None:
+        try:
+            if os.getpid() == self.pid:  # a forked child has neither the device nor the thread
+                self.driver.synchronize()
+        finally:
+            self.handle.close()
+
+
+_holds = 0
+_abandoned: list[_Stream] = []  # while a step is held
+
+
+def begin_hold() -> None:
+    """Note that a GPU is about to hold a step until the host goes on. Experts collected meanwhile must not wait
+    for the device, which would take for ever: `end_hold` stops them.
+    """
+    global _holds
+    _holds += 1
+
+
+def end_hold() -> None:
+    """Note that the step of `begin_hold` goes on."""
+    global _holds
+    _holds -= 1
+    while _abandoned and not _holds:
+        _abandoned.pop().stop()
+
+
+def _stop(stream: _Stream) -> None:
+    if _holds:
+        _abandoned.append(stream)
+    else:
+        stream.stop()
 
 
 class AsyncCpuExperts:
@@ -115,7 +150,8 @@ class AsyncCpuExperts:
         self._kernels: list[MoeKernel] = []
         self._pending: tuple[int, int] | None = None  # word and rows of the call that is not collected
         self._num_captured = 0
-        self._finalizer = weakref.finalize(self, _stop, self._handle, driver, os.getpid())
+        stream = _Stream(self._handle, driver, os.getpid(), (*buffers, self._word, self._kernels))
+        self._finalizer = weakref.finalize(self, _stop, stream)
 
     @property
     def num_forwards(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -37,6 +38,14 @@ class Addends:
         if self.shared is None:
             return self.routed
         return self.routed + (self.shared if self.score is None else block.weigh(self.shared, self.score))
+
+    @classmethod
+    def joined(cls, blocks: Sequence[Addends]) -> Addends:
+        """Return the addends of rows that were computed in blocks, in their order."""
+        shared = [one.shared for one in blocks if one.shared is not None]
+        score = [one.score for one in blocks if one.score is not None]
+        routed = torch.cat([one.routed for one in blocks])
+        return cls(routed, torch.cat(shared) if shared else None, torch.cat(score) if score else None)
 
     def widened(self) -> Addends:
         """Return the same in fp32, so that a total is not rounded."""
@@ -76,6 +85,11 @@ class KMoEBlock(WrapperOperator):
         rows = self.device.to_device(hidden_states.reshape(-1, hidden_states.shape[-1]))
         output = self.addends(rows, input_ids).total(self)
         return to_input(output, hidden_states).view(hidden_states.shape)
+
+    def streams(self, rows: torch.Tensor) -> bool:
+        """Whether the experts of a step of these rows [T, H] are copied to the block's device."""
+        experts = getattr(self.inner, "experts", None)
+        return self._group is None and isinstance(experts, KTransformersExperts) and experts.streams(rows)
 
     def addends(self, rows: torch.Tensor, token_ids: torch.Tensor | None = None) -> Addends:
         """Compute the block for rows [T, H] on its device, not yet added up, unless it is a share of a sum. token_ids:

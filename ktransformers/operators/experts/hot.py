@@ -13,7 +13,8 @@ no step waits for a copy, and none reads a slot that is written. Which experts c
 In a step experts that have a slot run on the GPU, the others on the CPU at the same time, in the order of the stream
 (kernels/transfer/async_cpu_experts.py). A large step, whose host chooses what is copied to the GPU (streamed.py),
 computes from the slots what the map names: it is launched between two changes of the map as every step is, so that the
-host's last map is the one that it would read on the GPU, and uploads are put behind it.
+host's last map is the one that it would read on the GPU, and uploads are put behind it. For long prompts the memory of
+the last slots is lent to such steps (lending.py): between two steps, in the order of the compute stream as well.
 
 A token's sum is the CPU's, in the router's order, and on it the GPU's parts in the router's order, rounded once. The
 CPU's experts and the GPU's differ in rounding, so a result depends, within that, on which experts have a slot.
@@ -49,6 +50,8 @@ from ktransformers.operators.usage import ExpertUsage
 from ktransformers.system.file_kinds import size_of
 
 __all__ = ["HotLayer", "HotParts", "HotPool", "kind_of"]
+
+_REFILLED = 64  # uploads that land together once lent slots are back
 
 
 def kind_of(kernel: MoeKernel) -> object:
@@ -181,6 +184,32 @@ class HotPool:
             landed = self._on_the_way.popleft()
             self._copies.synchronize(landed.ready)
             self.policy.land(landed.uploads)
+
+    def lend(self, count: int) -> tuple[torch.Tensor, ...]:
+        """Clear the last `count` slots between two steps, and return their memory, uint8 of each projection: for what
+        is launched on the compute stream from now on, until `take_back`. Waits for uploads that are under way.
+        """
+        self.drain()
+        for move in self.policy.lend(count):
+            for part in self.matrices:
+                part.data[move.target].copy_(part.data[move.source])
+        self._write_map()
+        first = self.policy.num_slots - count
+        return tuple(part.data[first:].view(-1) for part in self.matrices)
+
+    def take_back(self) -> None:
+        """Let the slots that were lent be filled again, behind what was launched so far, while steps go on."""
+        uploads = self.policy.reclaim()
+        self._copies.wait(self._copies.compute_mark())
+        for at in range(0, len(uploads), _REFILLED):  # the first ones are of use while the last ones come
+            batch = uploads[at : at + _REFILLED]
+            self._put(batch)
+            self._on_the_way.append(_OnTheWay(batch, self._copies.mark()))
+
+    @property
+    def is_refilled(self) -> bool:
+        """Whether no slot is lent and no upload under way."""
+        return not self.policy.num_lent and not self._on_the_way
 
     def _put(self, uploads: Sequence[Upload]) -> None:
         for upload in uploads:

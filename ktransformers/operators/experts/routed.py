@@ -236,9 +236,16 @@ class KTransformersExperts(Operator):
         """Return what a router on the GPU fills for a step of rows [T, H] that is submitted next; None where nothing of
         it runs there, or is counted elsewhere.
         """
-        step = ExpertStep(rows, rows, rows)  # paths look at the rows alone
-        path = next((path for path in self.paths if path.takes(step)), None)
+        path = self._taking(rows)
         return None if path is None else path.chosen(rows, top_k)
+
+    def streams(self, rows: torch.Tensor) -> bool:
+        """Whether a step of rows [T, H] has its experts copied to the rows' device."""
+        return isinstance(self._taking(rows), StreamedPath)
+
+    def _taking(self, rows: torch.Tensor) -> _AnyPath | None:
+        step = ExpertStep(rows, rows, rows)  # paths look at the rows alone
+        return next((path for path in self.paths if path.takes(step)), None)
 
     def submit(
         self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, is_counted: bool = False

@@ -56,7 +56,9 @@ __all__ = ["ExpertPrefill", "PrefillLayer", "PrefillShape", "PrefillTicket"]
 
 @dataclass(frozen=True, slots=True)
 class PrefillShape:
-    """Sizes that all layers of one ExpertPrefill share. num_held: experts of a layer with a slot there, as a mean."""
+    """Sizes that all layers of one ExpertPrefill share. num_held: experts of a layer with a slot there, as a mean.
+    long_rows: most rows of a step with memory that is lent; 0: none is.
+    """
 
     num_experts: int
     top_k: int
@@ -64,6 +66,12 @@ class PrefillShape:
     intermediate_size: int
     max_rows: int
     num_held: int = 0
+    long_rows: int = 0
+
+    @property
+    def most_rows(self) -> int:
+        """Most rows of any step."""
+        return max(self.max_rows, self.long_rows)
 
     def workspace_nbytes(self) -> int:
         """Return the bytes on the GPU between the products of a step: values of 2 bytes."""
@@ -98,6 +106,19 @@ class _Layer:
     def slots(self) -> npt.NDArray[np.int32]:
         """[E]: where each expert is on the GPU already, negative for none."""
         return np.full(self.host.num_experts, -1, np.int32) if self.held is None else self.held.slots()
+
+
+@dataclass(slots=True)
+class _RowBlock:
+    """Rows of a step whose products share a workspace. counts: of them, by expert. size: rows of a block of the sorted
+    pairs; first: the next of these.
+    """
+
+    span: slice
+    space: MoeWorkspace
+    size: int
+    counts: npt.NDArray[np.int64]
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,19 +191,26 @@ class ExpertPrefill:
         self._ahead: tuple[int, list[Group]] = (-1, [])
         self._overhead, self._share = CpuOverhead(), AheadShare()
         self._cpu_call: _CpuCall | None = None
-        self._ids = driver.pinned((shape.max_rows, shape.top_k), torch.int32)
+        self._ids = driver.pinned((shape.most_rows, shape.top_k), torch.int32)
         self._tables = _Tables(shape.num_experts, driver, device.torch_device)
         pairs, where = shape.max_rows * shape.top_k, device.torch_device
         try:
             self._inner = torch.empty(pairs * shape.intermediate_size, dtype=device.matmul_dtype, device=where)
-            self._parts = torch.empty(pairs * shape.hidden_size, dtype=device.matmul_dtype, device=where)
+            parts = torch.empty(pairs * shape.hidden_size, dtype=device.matmul_dtype, device=where)
             self._counter = torch.zeros(1, dtype=torch.int32, device=where)
         except torch.OutOfMemoryError as error:
             raise CapacityError(
                 f"the workspace of {shape.workspace_nbytes()} bytes for prefill steps of {shape.max_rows} tokens does "
                 f"not fit on {device.name}: lower --chunk_size, or set prefill_device: cpu for experts"
             ) from error
+        self._parts = [parts]  # of max_rows rows each
         self.last_split: Split | None = None
+
+    def lend(self, memory: Sequence[torch.Tensor]) -> None:
+        """Take steps of more rows from now on: max_rows more for each of `memory`, which is for their results of
+        experts, [max_rows * K * H] in the device's type for products. Nothing: of max_rows again.
+        """
+        self._parts[1:] = memory
 
     def add_layer(self, kernel: MoeKernel) -> int:
         """Add a layer; return the number under which `submit` knows it; layers are added in the order in which steps
@@ -198,7 +226,7 @@ class ExpertPrefill:
 
     def takes(self, num_rows: int) -> bool:
         """Whether a step of so many rows is run by streaming experts."""
-        return self.threshold <= num_rows <= self.shape.max_rows
+        return self.threshold <= num_rows <= self.shape.max_rows * len(self._parts)
 
     def submit(
         self, layer: int, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
@@ -259,7 +287,7 @@ class ExpertPrefill:
         ids = torch.zeros(topk_ids.shape, dtype=torch.int32, device=rows.device)
         ranks, weights = self._tables.ranks(ids), torch.zeros(ids.shape, device=rows.device)
         self._cpu.stage(hidden, weights)
-        space, _ = self._workspace(ranks)
+        space, _ = self._workspace(ranks, self._parts[0])
         for matrices in self._staging.matrices(host):
             moe_blocks(rows, ids, weights, *matrices, space, (0, 1), shape.num_experts, self._layers[layer].epilogue)
         moe_sum(ranks, torch.empty_like(hidden), space, shape.num_experts)
@@ -326,39 +354,56 @@ class ExpertPrefill:
         what was copied, as it arrives. groups: of those that are there."""
         num_experts, known = self.shape.num_experts, self._layers[layer]
         waiting = _cut(split.copied, self._staging.capacity(known.host))
-        arriving, left, first = deque(groups), deque(waiting), 0
+        arriving, left = deque(groups), deque(waiting)
         while left and len(arriving) < self._staging.size.num_buffers:
             arriving.append(self._staging.bring(known.host, left.popleft()))
         slots = known.slots()[list(split.held)]
         self._tables.fill([*(group.experts for group in groups), *waiting], split.held, slots)
         ranks = self._tables.ranks(ids)
         rows = hidden.to(self.device.matmul_dtype).contiguous()
-        space, block = self._workspace(ranks)
+        blocks = self._row_blocks(ranks, counts)
 
-        def multiply(experts: Sequence[int], matrices: tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices]) -> int:
-            end = first + int((-(-counts[list(experts)] // block)).sum())
-            moe_blocks(rows, ids, weights, *matrices, space, (first, end), num_experts, known.epilogue)
-            return end
+        def multiply(experts: Sequence[int], matrices: tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices]) -> None:
+            for one in blocks:
+                span, end = one.span, one.first + int((-(-one.counts[list(experts)] // one.size)).sum())
+                given = rows[span], ids[span], weights[span]
+                moe_blocks(*given, *matrices, one.space, (one.first, end), num_experts, known.epilogue)
+                one.first = end
 
         if known.held is not None:
-            first = multiply(split.held, known.held.matrices)
+            multiply(split.held, known.held.matrices)
         while arriving:
             group = arriving.popleft()
             self._copies.compute_waits(group.ready)
-            first = multiply(group.experts, group.matrices)
+            multiply(group.experts, group.matrices)
             self._staging.done(group)
             if left:
                 arriving.append(self._staging.bring(known.host, left.popleft()))
         out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
-        return moe_sum(ranks, out, space, num_experts)
+        for one in blocks:
+            moe_sum(ranks[one.span], out[one.span], one.space, num_experts)
+        return out
 
-    def _workspace(self, ranks: torch.Tensor) -> tuple[MoeWorkspace, int]:
-        """Memory for a step, its pairs sorted by rank, and the rows of a block."""
+    def _row_blocks(self, ranks: torch.Tensor, counts: npt.NDArray[np.int64]) -> list[_RowBlock]:
+        """The rows of a step, in as many blocks as it has memory for: the products of each have the bits that they have
+        in a step of their own."""
+        most, made = self.shape.max_rows, list[_RowBlock]()
+        for number, first in enumerate(range(0, len(ranks), most)):
+            span = slice(first, min(first + most, len(ranks)))
+            if len(ranks) > most:
+                found = np.bincount(self._ids[span].numpy().ravel(), minlength=self.shape.num_experts + 1)
+                counts = found[: self.shape.num_experts].astype(np.int64)
+            made.append(_RowBlock(span, *self._workspace(ranks[span], self._parts[number]), counts))
+        return made
+
+    def _workspace(self, ranks: torch.Tensor, parts: torch.Tensor) -> tuple[MoeWorkspace, int]:
+        """Memory for so many rows, their pairs sorted by rank, and the rows of a block. Hidden values of experts are
+        read by the launch behind the one that writes them, so that all share theirs."""
         pairs = ranks.numel()
         block = block_rows(pairs, self.shape.num_experts)
         space = MoeWorkspace(
             self._inner[: pairs * self.shape.intermediate_size].view(pairs, -1),
-            self._parts[: pairs * self.shape.hidden_size].view(pairs, -1),
+            parts[: pairs * self.shape.hidden_size].view(pairs, -1),
             self._counter,
             moe_align(ranks, self.shape.num_experts, block, self._tables.slots),
         )
@@ -396,7 +441,7 @@ class ExpertPrefill:
         self._copies.compute_waits(group.ready)
         best, counts = float("inf"), np.bincount(ids.cpu().numpy().ravel(), minlength=count)
         for _ in range(repeats):
-            space, block = self._workspace(self._tables.ranks(ids))
+            space, block = self._workspace(self._tables.ranks(ids), self._parts[0])
             span = (0, int((-(-counts // block)).sum()))
             begin = self._copies.compute_mark()
             moe_blocks(rows, ids, weights, *group.matrices, space, span, shape.num_experts, epilogue)

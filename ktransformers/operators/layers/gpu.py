@@ -3,8 +3,9 @@
 A layer of Llama's arrangement (norm, attention, add, norm, feed-forward, add) ends with an addition, the next one
 begins with a norm: a run of such layers on one GPU is one module, `LayerStack`, which hands the addends over. In the
 place of attention there may be a layer with a state: what else layers are handed is nothing to it. Layers of one part
-(Nemotron-H's) are such layers too. Whether a layer is arranged so is found by asking it (`recognize/layer.py`). Knows
-modules; not what they compute.
+(Nemotron-H's) are such layers too. A step whose context has blocks goes through attention, and what else is not made
+for so many rows, block by block; experts that are streamed get all its rows at once, so that they are copied once.
+Whether a layer is arranged so is found by asking it (`recognize/layer.py`). Knows modules; not what they compute.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing_extensions import override
 
 from ktransformers.kernels.triton.common.elementwise import add_rms_norm, rms_norm
 from ktransformers.operators.attention.mla import KMLAAttention
+from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import Device, use
 from ktransformers.operators.experts.block import Addends, KMoEBlock
 from ktransformers.operators.layers.joined import Done, handed
@@ -29,9 +31,57 @@ from ktransformers.operators.norm import KRMSNorm
 from ktransformers.operators.recognize.layer import PartKind, recognize_layer
 from ktransformers.operators.recurrent.base import RecurrentOperator
 
-__all__ = ["LayerStack", "stack_gpu_layers"]
+__all__ = ["LayerStack", "stack_gpu_layers", "takes_blocks"]
 
 logger = logging.getLogger(__name__)
+
+
+_BY_ROW = {"position_ids": -1, "cache_position": -1, "position_embeddings": -2}
+"""Tensors that layers are handed, and their dimension of rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What mixers are handed beside some rows of a step."""
+
+    rows: slice
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+
+    @classmethod
+    def all_of(cls, num_rows: int, args: tuple[object, ...], kwargs: dict[str, object]) -> list[_Call]:
+        """Make one for each block of the step's context; for a step without blocks one."""
+        context = kwargs.get("forward_context")
+        blocks = context.blocks if isinstance(context, ForwardContext) else ()
+        if not blocks:
+            return [cls(slice(0, num_rows), args, kwargs)]
+        made, first = list[_Call](), 0
+        for block in blocks:
+            rows = slice(first, first + len(block.slot_mapping))
+            cut = {name: _cut(kwargs[name], dim, rows) for name, dim in _BY_ROW.items() if name in kwargs}
+            made.append(cls(rows, args, {**kwargs, **cut, "forward_context": block}))
+            first = rows.stop
+        return made
+
+
+def _cut(value: object, dim: int, rows: slice) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.narrow(dim, rows.start, rows.stop - rows.start)
+    return tuple(_cut(part, dim, rows) for part in value) if isinstance(value, tuple) else value
+
+
+def takes_blocks(model: nn.Module, calls: Sequence[LayerCall]) -> bool:
+    """Whether all layers are computed by stacks, and are handed nothing with rows that these cannot cut. calls: as for
+    `stack_gpu_layers`, which has been called.
+    """
+    layers = layer_list(model) or ()
+    handed_on = [value for call in calls for value in (*call.args, *_others(call.kwargs))]
+    is_known = not any(isinstance(value, torch.Tensor | tuple | list | dict) for value in handed_on)
+    return len(layers) > 0 and is_known and all(isinstance(layer, LayerStack | Done) for layer in layers)
+
+
+def _others(kwargs: Mapping[str, object]) -> list[object]:
+    return [value for name, value in kwargs.items() if name not in _BY_ROW or isinstance(value, dict | list)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +148,12 @@ class LayerStack(nn.Module):
         use(self.device.torch_device)
         shape = hidden_states.shape
         total, added = hidden_states.reshape(-1, shape[-1]), None
+        calls = _Call.all_of(len(total), args, kwargs)
         for layer, parts in enumerate(self._parts, self.first):
             for part in parts:
                 self.device.time_part(part.name, layer)
                 normed, total = _add_norm(added, total, part.norm)
-                added = _mix(part, normed, args, kwargs) if part.is_mixer else _feed_forward(part, normed)
+                added = _mix(part, normed, calls) if part.is_mixer else _feed_forward(part, normed, calls)
         if added is not None:  # in the bits that the sum has where a norm follows, wherever a stack ends
             _, total = _add_norm(added, total, self._parts[-1][-1].norm)
         self.device.time_part("lm_head", -1)  # or whatever else follows
@@ -117,14 +168,25 @@ def _add_norm(added: Addends | None, total: torch.Tensor, norm: KRMSNorm) -> tup
     return add_rms_norm(added.routed, total, norm.weight, norm.spec.eps, more=added.shared, gate=added.score)
 
 
-def _mix(part: _Part, rows: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Addends:
-    output = part.module(*args, hidden_states=rows[None], **kwargs)
-    mixed: torch.Tensor = output[0] if isinstance(output, tuple) else output
-    return Addends(mixed.reshape(rows.shape))
+def _mix(part: _Part, rows: torch.Tensor, calls: Sequence[_Call]) -> Addends:
+    for call in calls:
+        given = rows[call.rows]
+        output = part.module(*call.args, hidden_states=given[None], **call.kwargs)
+        mixed: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        if len(calls) == 1:
+            return Addends(mixed.reshape(rows.shape))
+        given.copy_(mixed.reshape(given.shape))  # nobody else reads the norm's result
+    return Addends(rows)
 
 
-def _feed_forward(part: _Part, rows: torch.Tensor) -> Addends:
+def _feed_forward(part: _Part, rows: torch.Tensor, calls: Sequence[_Call]) -> Addends:
     module = part.module
+    if len(calls) == 1 or (isinstance(module, KMoEBlock) and module.streams(rows)):
+        return _feed_block(module, rows)
+    return Addends.joined([_feed_block(module, rows[call.rows]) for call in calls])
+
+
+def _feed_block(module: nn.Module, rows: torch.Tensor) -> Addends:
     if isinstance(module, KMoEBlock) and module.device.torch_device == rows.device:
         return module.addends(rows)
     output = module(rows[None])

@@ -73,6 +73,8 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_gap_ms: float = 0.0
     max_drafts: int = 0
     drafter: str = "ngram"
+    long_chunk_size: int = 0
+    long_prompt: int = 0
     parent_pid: int
     commands: str
     news: str
@@ -111,7 +113,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     num_experts: of a layer, at most. expert_bytes: of one routed expert per layer on the CPU, added up. gpu_bytes: see
     ModelCard. profiled: what profiles say of the model. num_states, snapshot_interval, tiers,
-    num_stages, max_drafts, drafter: see SchedulerConfig. digest, weights: see ModelInfo.
+    num_stages, max_drafts, drafter, long_chunk_size, long_prompt: see SchedulerConfig. digest, weights: see ModelInfo.
     """
 
     num_pages: int
@@ -130,6 +132,8 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_stages: int = 1
     max_drafts: int = 0
     drafter: str = "ngram"
+    long_chunk_size: int = 0
+    long_prompt: int = 0
     profiled: ProfileMeta | None = None
     digest: bytes = b""
     weights: tuple[FileState, ...] = ()

@@ -43,6 +43,8 @@ def load_engine(options: EngineOptions, progress: Progress) -> LoadedEngine:
         num_stages=engine.config.pipeline,
         max_drafts=engine.max_drafts,
         drafter=engine.drafter,
+        long_chunk_size=engine.hot.long_steps.rows,
+        long_prompt=engine.hot.long_steps.least_tokens,
         profiled=model_meta(engine, "balance_serve"),
         digest=engine.identified.sampled.digest,
         weights=engine.identified.weights.states,

@@ -221,6 +221,8 @@ class Supervisor:
             num_stages=facts.num_stages,
             max_drafts=facts.max_drafts,
             drafter=facts.drafter,
+            long_chunk_size=facts.long_chunk_size,
+            long_prompt=facts.long_prompt,
             tiers=facts.tiers,
             max_itl_ratio=config.max_itl_ratio,
             max_gap_ms=config.max_gap_ms,

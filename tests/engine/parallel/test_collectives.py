@@ -304,13 +304,14 @@ def test_a_first_sum_that_is_right() -> None:
     assert world.run(lambda rank: checked(world.sums[rank], CPU, rank, 2)) == world.sums
 
 
-@pytest.mark.parametrize("part", ["_why_not_symmetric", "_allocated", "_kernels"])
+@pytest.mark.parametrize("part", ["_why_not_symmetric", "_allocated", "_kernels", "_compiled"])
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_process_that_cannot_go_on_lets_nobody_wait(
     part: str, failing: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two ranks over gloo, one of which fails: neither comes to the part behind, where it would wait for the other."""
-    store, local, parts = HashStore(), threading.local(), ["_why_not_symmetric", "_allocated", "_kernels", "_checked"]
+    store, local = HashStore(), threading.local()
+    parts = ["_why_not_symmetric", "_allocated", "_kernels", "_compiled", "_checked"]
     called: list[str] = []
 
     def does(name: str, *args: object) -> object:
@@ -319,6 +320,8 @@ def test_a_process_that_cannot_go_on_lets_nobody_wait(
             if name == parts[0]:
                 return "made up"
             raise RuntimeError("made up\nwith a trace")
+        if name == "_kernels":
+            return {"these": lambda: None}
         return None if name == parts[0] else _SymmetricMemory(torch.empty(1), torch.empty(1))
 
     def all_gather(found: list[torch.Tensor], mine: torch.Tensor) -> None:
@@ -335,4 +338,5 @@ def test_a_process_that_cannot_go_on_lets_nobody_wait(
         assert all(isinstance(made, GroupCollectives) for made in threads.map(opened, range(2)))
     assert sorted(called) == sorted(2 * parts[: parts.index(part) + 1])
     who = "GPU 1: " if failing else ""
-    assert [record.getMessage() for record in caplog.records] == [f"sums over GPUs are NCCL's: {who}made up"]
+    said = [f"sums over GPUs are not made by these: {who}made up"] if part == "_compiled" else []
+    assert [record.getMessage() for record in caplog.records] == [*said, f"sums over GPUs are NCCL's: {who}made up"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import subprocess
 import sys
@@ -20,7 +21,9 @@ from ktransformers.kernels.transfer.async_cpu_experts import (
     AsyncCpuExperts,
     EnqueueMethod,
     StreamShape,
+    begin_hold,
     choose_enqueue_method,
+    end_hold,
 )
 from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeights, QuantType
 from tests.support.checks.native_records import Experts, Op, records_in
@@ -383,6 +386,18 @@ def test_fork_and_exit_in_a_fresh_process(method, forks):
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     assert result.stdout == "done\n"
+
+
+def test_a_stream_that_is_collected_waits_for_no_held_step(kernels, driver, monkeypatch):
+    """Which goes on only once the host does: the device is waited for behind it."""
+    left, waits = make_experts(kernels, driver, EnqueueMethod.MEMORY), []
+    monkeypatch.setattr(driver, "synchronize", lambda: waits.append(None))
+    begin_hold()
+    del left
+    gc.collect()
+    assert not waits
+    end_hold()
+    assert len(waits) == 1
 
 
 def test_many_streams_come_and_go(kernels, driver):

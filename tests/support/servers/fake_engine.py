@@ -209,7 +209,7 @@ class FakeEngine:
             assert not (plan.rows and plan.tiers.waits)
             self.tiers.run(plan.tiers)
         self.num_rows += plan.num_tokens
-        assert plan.num_tokens <= self.config.chunk_size
+        assert plan.num_tokens <= (self.config.long_chunk_size if plan.is_long else self.config.chunk_size)
         assert len(plan.rows) <= self.config.max_batch_size
         assert len({row.run_id for row in plan.rows}) == len(plan.rows)
         for run_id in plan.ended:

@@ -27,7 +27,9 @@ import torch
 from torch import distributed
 from typing_extensions import override
 
+from ktransformers.kernels.triton.common.compiling import compiles, watch_launches
 from ktransformers.kernels.triton.common.peer_sums import num_signals, peer_gather, peer_sum
+from ktransformers.kernels.triton.common.runtime import triton
 
 __all__ = [
     "CollectiveKernel",
@@ -190,6 +192,11 @@ class SymmetricCollectives(Collectives):
         self._buffer, self._kernel, self._otherwise = buffer, kernel, otherwise
 
     @property
+    def is_compiled_here(self) -> bool:
+        """Whether Triton compiles the kernel."""
+        return isinstance(self._kernel, PeerKernel)
+
+    @property
     def capacity(self) -> int:
         """Most values of a share."""
         return self._buffer.numel()
@@ -244,12 +251,15 @@ def _fastest(num_values: int, device: torch.device, rank: int, size: int) -> Col
     if kernels is None or reason is not None:
         return _fall_back(otherwise, rank, reason)
 
-    def checked(make: Callable[[], CollectiveKernel]) -> SymmetricCollectives:
-        return _checked(SymmetricCollectives(memory.buffer, make(), otherwise), device, rank, size)
+    def compiled(make: Callable[[], CollectiveKernel]) -> SymmetricCollectives:
+        return _compiled(SymmetricCollectives(memory.buffer, make(), otherwise), device, rank, size)
 
     for name, make in kernels.items():
-        made, reason = _tried(partial(checked, make))
+        made, reason = _tried(partial(compiled, make))
         reason = _agreed(reason, device, size)
+        if made is not None and reason is None:
+            made, reason = _tried(partial(_checked, made, device, rank, size))
+            reason = _agreed(reason, device, size)
         if made is not None and reason is None:
             if not rank:
                 logger.debug("sums over GPUs are made in their memory, by %s", name)
@@ -346,9 +356,24 @@ def _kernels(memory: _SymmetricMemory, rank: int, size: int) -> dict[str, Callab
     return kernels
 
 
+def _compiled(made: SymmetricCollectives, device: torch.device, rank: int, size: int) -> SymmetricCollectives:
+    """Compile what the first sums launch, without launching it: a process that cannot would let the others wait in a
+    kernel. Raises RuntimeError for what does not compile. Kernels of torch are compiled.
+    """
+    if not made.is_compiled_here or not compiles():
+        return made
+    try:
+        with watch_launches(lambda variant: None, launches=False):
+            for _ in _first_sums(made, device, rank, size):
+                pass
+    except triton.TritonError as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+    return made
+
+
 def _checked(made: SymmetricCollectives, device: torch.device, rank: int, size: int) -> SymmetricCollectives:
-    """Check sums of small whole numbers, which are exact, and such numbers gathered. Launches, and so compiles, each
-    variant of a kernel that steps use: for few values and for all, in both types. Raises RuntimeError for a wrong one.
+    """Check sums of small whole numbers, which are exact, and such numbers gathered. Launches each variant of a kernel
+    that steps use: for few values and for all, in both types. Raises RuntimeError for a wrong one.
     """
     is_right = True
     for got, want in _first_sums(made, device, rank, size):  # all of them: the other processes wait in each
