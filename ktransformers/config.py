@@ -387,8 +387,9 @@ class EngineConfig:
 
     @property
     def drafter(self) -> str:
-        """What drafts: `speculative`, but that a draft model is asked for where one is named."""
-        return "draft" if self.speculative == "auto" and self.draft_model is not None else self.speculative
+        """What drafts: `speculative`, but that a draft model is asked for where one is named, with "mtp" an
+        assistant."""
+        return "draft" if self.speculative in ("auto", "mtp") and self.draft_model is not None else self.speculative
 
     def _check_drafter(self) -> None:
         if (self.drafter == "draft") != (self.draft_model is not None):

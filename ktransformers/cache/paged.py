@@ -3,7 +3,7 @@
 L layers; per layer (KGQACache): keys [num_pages * page_size, kv_heads, key_dim], values [..., kv_heads, value_dim]
 slot of position p of a sequence: block_table[p // page_size] * page_size + p % page_size
 latent attention (MLA, KDeepSeekV3Cache): kv_heads is 1, and values is a view of the first value_dim columns of keys
-a layer that shares another's keys and values: the same tensors
+a layer that shares another's keys and values: the same tensors; so does a drafter's layer that attends to its target's
 types of 8 bits: a scale beside the codes, fp32 [slots, kv_heads, 1]; of latent keys [slots, 1, 2], for the latent part
 and for the rotated one, of which the former is the values' too. A code times its scale is the value.
 layers that keep a state instead (cache/state.py), or nothing, have 0 kv_heads; `states` has the former
@@ -12,7 +12,7 @@ sparse attention: the keys of a layer's indexer beside them, [num_pages * page_s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,7 +20,16 @@ import torch
 from ktransformers.cache.state import StateCache, StateShape
 from ktransformers.errors import ConfigError
 
-__all__ = ["KDeepSeekV3Cache", "KGQACache", "LayerShape", "PagedCache", "Scales", "check_page_size", "state_shapes"]
+__all__ = [
+    "KDeepSeekV3Cache",
+    "KGQACache",
+    "LayerShape",
+    "Lenders",
+    "PagedCache",
+    "Scales",
+    "check_page_size",
+    "state_shapes",
+]
 
 _CPU = torch.device("cpu")
 _SCALE_NBYTES = torch.float32.itemsize
@@ -40,6 +49,7 @@ class LayerShape:
     GPU, bf16 in all steps on the CPU.
     row_dtype: of the rows that they are made of, and of an indexer's keys.
     shares: the earlier layer whose keys and values these are, which takes no bytes; None for tensors of its own.
+    is_borrowed: another model's layer writes these keys and values, which take no bytes here.
     chunk: positions come in chunks of so many, and attention sees those of a row's own; 0: it has no such borders.
     state: what a recurrent layer keeps of a sequence, whose slots are counted apart.
     """
@@ -53,6 +63,7 @@ class LayerShape:
     dtype: torch.dtype = torch.float32
     row_dtype: torch.dtype = torch.float32
     shares: int | None = None
+    is_borrowed: bool = False
     chunk: int = 0
     state: StateShape | None = None
     index_dim: int = 0
@@ -68,6 +79,11 @@ class LayerShape:
     def has_pages(self) -> bool:
         """Whether the layer keeps keys and values."""
         return self.kv_heads > 0
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the layer's attention writes what it reads."""
+        return self.shares is None and not self.is_borrowed
 
     @property
     def is_scaled(self) -> bool:
@@ -90,7 +106,7 @@ class LayerShape:
 
     def nbytes(self, num_slots: int) -> int:
         """Return the bytes that the layer's own keys and values at `num_slots` positions take."""
-        return 0 if self.shares is not None else self.read_nbytes(num_slots)
+        return self.read_nbytes(num_slots) if self.is_own else 0
 
     def read_nbytes(self, num_slots: int) -> int:
         """Return the bytes of the keys and values that attention reads at `num_slots` positions, of whichever layer,
@@ -165,7 +181,8 @@ class PagedCache:
     """Cache of all layers in num_pages pages of page_size positions. Memory is touched when it is written first.
 
     states: of recurrent layers, num_states slots; None where no layer is recurrent. has_states: layers in other
-    processes are, so that sequences have slots all the same.
+    processes are, so that sequences have slots all the same. lenders: another cache of as many positions, and which of
+    its layers each borrowing layer attends to.
     """
 
     def __init__(
@@ -176,12 +193,19 @@ class PagedCache:
         num_states: int = 1,
         *,
         has_states: bool = False,
+        lenders: Lenders | None = None,
     ):
+        if lenders is not None:
+            shapes = lenders.lent(shapes)
         self.shapes, self.num_pages, self.page_size = tuple(shapes), num_pages, page_size
         self._layers: list[KGQACache] = []
-        for shape in self.shapes:
-            cache = _layer_cache(shape, self.num_slots) if shape.shares is None else self._layers[shape.shares]
-            self._layers.append(cache)
+        for index, shape in enumerate(self.shapes):
+            if shape.is_borrowed and lenders is not None:
+                self._layers.append(lenders.cache._layers[lenders.layers[index]])
+            elif shape.shares is None:
+                self._layers.append(_layer_cache(shape, self.num_slots))
+            else:
+                self._layers.append(self._layers[shape.shares])
         states = state_shapes(self.shapes)
         self.states = StateCache(states, num_states) if states or has_states else None
         self._index_keys = [
@@ -228,7 +252,7 @@ class PagedCache:
         """Return all that is kept by position, by name ("3.keys"): [num_slots, ...] each, no byte of them twice."""
         found: dict[str, torch.Tensor] = {}
         for index, shape in enumerate(self.shapes):
-            if shape.has_pages and shape.shares is None:
+            if shape.has_pages and shape.is_own:
                 found |= {f"{index}.{name}": tensor for name, tensor in self._layers[index].tensors().items()}
             if shape.index_dim:
                 found[f"{index}.index_keys"] = self._index_keys[index]
@@ -245,6 +269,20 @@ class PagedCache:
     def is_on_gpu(self, layer_idx: int) -> bool:
         """Whether layer `layer_idx` lives on a GPU, where other kernels read it."""
         return self.shapes[layer_idx].place != "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Lenders:
+    """The cache of another model, and by each borrowing layer of this one the layer whose keys and values it reads."""
+
+    cache: PagedCache
+    layers: Mapping[int, int]
+
+    def lent(self, shapes: Sequence[LayerShape]) -> list[LayerShape]:
+        """Return the shapes as those layers keep them: of their types, on their devices."""
+        kept = {index: self.cache.shapes[lender] for index, lender in self.layers.items()}
+        borrowed = {index: replace(shape, shares=None, is_borrowed=True) for index, shape in kept.items()}
+        return [borrowed.get(index, shape) for index, shape in enumerate(shapes)]
 
 
 def check_page_size(shapes: Sequence[LayerShape], num_slots: int, page_size: int) -> None:

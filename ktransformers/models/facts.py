@@ -94,6 +94,7 @@ class LayerFacts:
 
     head_dim, v_head_dim: of a key and of a value, as the attention function gets them.
     shares: the earlier layer whose keys and values it attends to, None for its own.
+    is_borrowing: it attends to those of another model, for which it drafts.
     """
 
     kind: LayerKind
@@ -105,6 +106,7 @@ class LayerFacts:
     window: int | None = None
     has_experts: bool = False
     shares: int | None = None
+    is_borrowing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +257,11 @@ class ModelFacts:
         """Whether layers keep a state of each sequence, beside keys and values or instead."""
         return any(layer.kind in (LayerKind.RECURRENT, LayerKind.HYBRID) for layer in self.layers)
 
+    @property
+    def is_borrowing(self) -> bool:
+        """Whether its layers attend to keys and values of another model, for which it drafts."""
+        return any(layer.is_borrowing for layer in self.layers)
+
     def longest_sequence(self, num_slots: int) -> int:
         """Return the most positions of one sequence: all slots of the cache, or what the model was made for."""
         return min(self.context_len or num_slots, num_slots)
@@ -276,12 +283,6 @@ def _check_supported(config: ConfigFields) -> None:
         raise UnsupportedError(
             f"model type {model_type} runs some of its layers {loops} times for each token (n_recurrent_loops), each "
             "time with keys and values of their own; layers that run once are supported"
-        )
-    shared = config.find("num_kv_shared_layers") or 0
-    if shared and shared >= config.number("num_hidden_layers", most=MAX_LAYERS):
-        raise UnsupportedError(
-            f"the layers of model type {model_type} have no keys and values of their own (num_kv_shared_layers "
-            f"{shared}): it drafts for another model, and does not run alone; load that model"
         )
     if config.raw("is_encoder_decoder"):
         raise UnsupportedError(f"model type {model_type} is an encoder-decoder, only decoders are supported")
@@ -327,9 +328,12 @@ def _layers(
 
 
 def _with_shares(config: ConfigFields, layers: list[LayerFacts]) -> tuple[LayerFacts, ...]:
-    """The last layers may attend to what the last layer of their kind before them has cached."""
+    """The last layers may attend to what the last layer of their kind before them has cached, all of them to another
+    model's."""
     first = len(layers) - (config.find("num_kv_shared_layers") or 0)
-    last = {layer.word: index for index, layer in enumerate(layers[: max(first, 0)])}
+    if first <= 0:
+        return tuple(replace(layer, is_borrowing=True) for layer in layers)
+    last = {layer.word: index for index, layer in enumerate(layers[:first])}
     return tuple(
         layer if index < first else replace(layer, shares=last.get(layer.word)) for index, layer in enumerate(layers)
     )

@@ -75,7 +75,7 @@ LOOPS = Refusal(
     "layers run several times for each token, each time with keys and values of their own", r"n_recurrent_loops"
 )
 DRAFTS = Refusal(
-    "it drafts for another model, and attends to that model's keys and values",
+    "it drafts for another model, as its `--draft_model`, and attends to that model's keys and values",
     r"no keys and values of their own",
 )
 TWICE = Refusal("a layer attends more than once", r"calls attention 2 times|expert parameters .* do not fit")

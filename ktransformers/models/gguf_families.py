@@ -384,6 +384,7 @@ def _gemma4(gguf: Metadata) -> tuple[str, Values]:
     if several or "full_attention" not in by_kind:
         raise UnsupportedError("a gemma4 file whose heads of keys do not follow its windows is no known model")
     full = by_kind["full_attention"]
+    borrows = not gguf.has(r"attn_k\.weight")  # an assistant, of which this says whether full layers' heads are counted
     shares = [f"blk.{i}.attn_v.weight" not in gguf.shapes and f"blk.{i}.attn_k.weight" in gguf.shapes for i in full]
     size = gguf.int("attention.key_length")
     factors = gguf.factors.get("rope_freqs.weight", [1.0] * (size // 2))
@@ -395,7 +396,7 @@ def _gemma4(gguf: Metadata) -> tuple[str, Values]:
         "global_head_dim": size,
         "num_key_value_heads": kv_heads[next((i for i, one in enumerate(kinds) if one != "full_attention"), 0)],
         "num_global_key_value_heads": kv_heads[full[0]],
-        "attention_k_eq_v": any(shares),
+        "attention_k_eq_v": borrows or any(shares),
         "num_kv_shared_layers": gguf.find_int("attention.shared_kv_layers") or 0,
         "hidden_size_per_layer_input": gguf.find_int("embedding_length_per_layer_input") or 0,
         "intermediate_size": inner[0],

@@ -117,7 +117,8 @@ def _load_kept(plan: Plan, key: str, source: WeightSource) -> None:
         tensor = _tied_parameter(plan, full)
         if tensor is None:
             expect_shape(source.find(full), full, shape)
-            tensor = device.to_device(source.dense(full))
+            wanted, tensor = getattr(module, name).dtype, source.dense(full)
+            tensor = device.to_device(tensor if wanted.is_floating_point else tensor.to(wanted))
         if name in module._buffers:
             module._buffers[name] = tensor
         else:

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import ktransformers
+from ktransformers.engine.model.skeleton import check_kinds
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.models.facts import (
     DeltaFacts,
@@ -308,7 +309,7 @@ def test_layers_without_a_cache_of_one_per_layer(values: dict[str, object], reas
         assert ModelFacts.of(config).num_layers == 2
         return
     with pytest.raises(UnsupportedError, match=reason):
-        ModelFacts.of(config)
+        check_kinds(ModelFacts.of(config))
 
 
 @pytest.mark.parametrize(

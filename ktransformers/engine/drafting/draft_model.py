@@ -39,13 +39,19 @@ class PieceSteps:
 
     On a GPU the step behind one is launched while this one runs, where it is known that there will be one; it goes on
     with the tokens that this one makes. before_held: called before that with the rows of the step under way that it
-    goes on from.
+    goes on from. is_fixed: see DraftForward; a token then stands at the position behind the last one that it attends
+    to.
     """
 
     def __init__(
-        self, runner: ModelRunner, cache: PagedCache, before_held: Callable[[list[int]], None] = lambda rows: None
+        self,
+        runner: ModelRunner,
+        cache: PagedCache,
+        before_held: Callable[[list[int]], None] = lambda rows: None,
+        *,
+        is_fixed: bool = False,
     ) -> None:
-        self._runner, self._cache, self._before_held = runner, cache, before_held
+        self._runner, self._cache, self._before_held, self._is_fixed = runner, cache, before_held, is_fixed
         self._one_token = OneTokenStep(cache, runner.pool)
         self._held: _Inputs | None = None
 
@@ -76,7 +82,8 @@ class PieceSteps:
     def _hold(self, pieces: Sequence[Piece], behind: Sequence[int]) -> None:
         ends = list(itertools.accumulate(len(piece.token_ids) for piece in pieces))
         self._before_held([ends[i] - 1 for i in behind])
-        later = [Piece(piece.run_id, piece.end, [0], piece.pages) for piece in (pieces[i] for i in behind)]
+        starts = [pieces[i].start if self._is_fixed else pieces[i].end for i in behind]
+        later = [Piece(pieces[i].run_id, start, [0], pieces[i].pages) for i, start in zip(behind, starts, strict=True)]
         inputs = self._inputs(later, [True] * len(later))
         if self._runner.launch_held(*inputs[:4]):
             self._held = inputs
@@ -96,10 +103,10 @@ class PieceSteps:
         if len(pieces) == len(pieces[0].token_ids) == 1:
             step, keep = self._one_token, FIRST_ROW if kept else _NONE_KEPT
             context = step.context(rows[0], pieces[0].pages)
-            return _Inputs(step.token_ids, step.positions, context, keep, kept)
+            return _Inputs(step.token_ids, step.positions + self._is_fixed, context, keep, kept)
         token_ids = torch.tensor([token for piece in pieces for token in piece.token_ids])
         positions, context = paged_context(self._cache, self._runner.pool, rows, [piece.pages for piece in pieces])
-        return _Inputs(token_ids, positions, context, torch.tensor(kept, dtype=torch.int64), kept)
+        return _Inputs(token_ids, positions + self._is_fixed, context, torch.tensor(kept, dtype=torch.int64), kept)
 
 
 def _row_of(piece: Piece, is_sampled: bool) -> ScheduledSequence:
@@ -120,7 +127,7 @@ class DraftModelForward:
     be padded to different ones.
     """
 
-    shift = 0
+    shift, is_fixed = 0, False
 
     def __init__(self, runner: ModelRunner, cache: PagedCache, limits: DraftLimits) -> None:
         self._steps, self.limits = PieceSteps(runner, cache), limits

@@ -108,6 +108,12 @@ class DraftForward(Protocol):
         """What it can do."""
         ...
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether all of a sequence's draft tokens come from the position of its last entry: the draft model attends to
+        its target's keys and values, has none of its own, and never has to run what comes before."""
+        ...
+
     def run(
         self, pieces: Sequence[Piece], requests: Sequence[LogitsRequest], behind: Sequence[int] = (), depth: int = 0
     ) -> DraftOutput:
@@ -247,16 +253,22 @@ class ModelDrafter:
                 found[i] = token_id, None if hidden is None else hidden[nth : nth + 1]
         return found
 
-    @staticmethod
-    def _next_piece(piece: Piece, token_id: int, hidden_states: torch.Tensor | None) -> Piece:
+    def _next_piece(self, piece: Piece, token_id: int, hidden_states: torch.Tensor | None) -> Piece:
         """What runs a draft token, for the one behind it."""
-        return Piece(piece.run_id, piece.end, [token_id], piece.pages, hidden_states)
+        start = piece.start if self._forward.is_fixed else piece.end
+        return Piece(piece.run_id, start, [token_id], piece.pages, hidden_states)
 
     def observe(self, rows: Sequence[ComputedRow]) -> None:
         """Take in what a step computed; run what has waited for long, but for the last entry of each sequence, which
         says how it goes on."""
         shift, pieces = self._forward.shift, list[Piece]()
         for row in rows:
+            if self._forward.is_fixed:
+                last = len(row.token_ids) - 1
+                hidden = self._forward.hidden_states(row.first + last, 1)
+                run = self._runs[row.run_id] = _Run(row.start + last)
+                run.add(row.start + last, [row.next_id], hidden)
+                continue
             hidden = self._forward.hidden_states(row.first, len(row.token_ids))
             run = self._runs.setdefault(row.run_id, _Run(row.start))
             tokens = [*row.token_ids[shift:], row.next_id] if shift else list(row.token_ids)

@@ -1,8 +1,9 @@
-"""The target's own layer for multi-token prediction as drafter, see engine/model/mtp.py.
+"""The target's own layer for multi-token prediction as drafter, see engine/model/mtp.py, or Gemma 4's assistant, see
+engine/model/assistant.py.
 
-Its embedding and its head are the target's modules: neither is in memory twice. Both stand in its model, so that a step
-takes tokens and ends in logits, as any model's; hidden states are put where it reads them before it runs. On a GPU
-those of the target's last layer stay there.
+Its embedding and its head are the target's modules, an assistant's embedding alone: none is in memory twice. Both stand
+in its model, so that a step takes tokens and ends in logits, as any model's; hidden states are put where it reads them
+before it runs. On a GPU those of the target's last layer stay there.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ __all__ = ["MtpForward"]
 
 
 class MtpForward:
-    """The DraftForward of a layer for multi-token prediction.
+    """The DraftForward of a layer for multi-token prediction, or of an assistant.
 
     runner: of its model, whose head is the target's. own, target: the forward passes of both, with a hook that keeps
-    hidden states. entry: the placeholder for the embedding in its model, which has the target's.
+    hidden states. entry: the placeholder for the embedding in its model, which has the target's. is_fixed: see
+    DraftForward.
     """
 
     shift = 1
@@ -39,10 +41,13 @@ class MtpForward:
         entry: MtpInput,
         own: ForwardPass,
         target: ForwardPass,
+        *,
+        is_fixed: bool = False,
     ) -> None:
         assert target.last_hidden is not None, "nothing keeps the target's hidden states"
         assert own.last_hidden is not None, "nothing keeps the layer's hidden states"
-        self._steps, self.limits, self._entry = PieceSteps(runner, cache, self._go_on), limits, entry
+        self._steps = PieceSteps(runner, cache, self._go_on, is_fixed=is_fixed)
+        self.is_fixed, self.limits, self._entry = is_fixed, limits, entry
         self._target_hidden, self._own_hidden = target.last_hidden, own.last_hidden
         self._device = CPU if own.layout is None else own.layout.entry
 
@@ -54,14 +59,17 @@ class MtpForward:
         if not self._steps.has_held:  # else they are where it reads them
             self._entry.give([piece.hidden_states for piece in pieces if piece.hidden_states is not None])
         logits, kept = self._steps.run(pieces, requests, behind)
-        return DraftOutput(logits, self._own_hidden.rows_at(kept) if kept and not self._steps.has_held else None)
+        return DraftOutput(logits, self._returned(kept) if kept and not self._steps.has_held else None)
 
     def own_rows(self, count: int) -> torch.Tensor:
         """Return a copy of what its last step made of its first `count` rows, [count, H] where it is."""
         return self._own_hidden.rows(0, count)
 
     def _go_on(self, rows: list[int]) -> None:
-        self._entry.give([self._own_hidden.rows_at(rows)])
+        self._entry.give([self._returned(rows)])
+
+    def _returned(self, rows: list[int]) -> torch.Tensor:
+        return self._entry.returned(self._own_hidden.rows_at(rows))
 
     def drop_held(self) -> None:
         """Give up what was launched of a next step, see DraftForward."""

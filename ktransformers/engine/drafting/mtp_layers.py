@@ -105,7 +105,7 @@ class MtpLayers:
     """The DraftForward of several layers. limits: of all of them; a step must have room for as many entries of each
     sequence as there are layers."""
 
-    shift = 1
+    shift, is_fixed = 1, False
 
     def __init__(self, layers: Sequence[MtpForward], limits: DraftLimits) -> None:
         self._layers, self.limits = layers, limits

@@ -9,6 +9,7 @@ import logging
 from contextlib import ExitStack
 from dataclasses import replace
 
+from ktransformers.cache.paged import Lenders
 from ktransformers.config import EngineConfig
 from ktransformers.core import Progress
 from ktransformers.engine.damage.scan import DamageScan
@@ -26,6 +27,7 @@ from ktransformers.engine.load.stages import (
     open_part,
     plan_part,
 )
+from ktransformers.engine.model.assistant import lenders_of
 from ktransformers.engine.model.mtp import MtpInput
 from ktransformers.engine.model.opened import OpenedModel, open_model
 from ktransformers.engine.parallel.ranks.driver import Driver, made_of
@@ -165,7 +167,8 @@ def _load_drafter(draft: PlannedDraft, target: CapturedModel, progress: Progress
         share = rows if batch * len(several) <= rows else max(rows // len(several), 1)
         made = MtpLayers(several, replace(several[0].limits, max_rows=share))
         logger.info("%d layers for multi-token prediction make a draft token each", len(several))
-    return ModelDrafter(made, pool, keeps_prefixes=target.config.prefix_cache)
+    keeps_prefixes = target.config.prefix_cache and not made.is_fixed
+    return ModelDrafter(made, pool, keeps_prefixes=keeps_prefixes)
 
 
 def _load_draft(
@@ -182,8 +185,14 @@ def _load_draft(
     longest = draft.opened.facts.longest_sequence(target.cache.num_slots)
     limits = DraftLimits(built.config.chunk_size, longest, target.model.vocab_size)
     if isinstance(entry, MtpInput):
-        return MtpForward(runner, built.cache, limits, entry, built.forward, target.forward), built.draft
+        passes, is_fixed = (built.forward, target.forward), draft.opened.facts.is_borrowing
+        return MtpForward(runner, built.cache, limits, entry, *passes, is_fixed=is_fixed), built.draft
     return DraftModelForward(runner, built.cache, limits), built.draft
+
+
+def _lenders(draft: OpenedModel, target: CapturedModel) -> Lenders | None:
+    """The layers of the target whose keys and values a draft model attends to; None for one that has its own."""
+    return Lenders(target.cache, lenders_of(draft.facts, target.facts)) if draft.facts.is_borrowing else None
 
 
 def _take_head(loaded: LoadedWeights, target: CapturedModel) -> str | None:
@@ -228,7 +237,7 @@ def _build(
         planned = plan_part(part, cache_plan, stats or ExpertStats(), undo, shared)
         loaded = load_weights(planned, progress)
         why_eager = None if target is None else _take_head(loaded, target)
-        arranged = arrange_model(loaded)
+        arranged = arrange_model(loaded, None if target is None else _lenders(opened, target))
         captured = capture_steps(arranged, progress, why_eager)
         undo.pop_all()
     return captured

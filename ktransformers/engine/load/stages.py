@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from ktransformers.cache.paged import LayerShape, PagedCache, check_page_size
+from ktransformers.cache.paged import LayerShape, Lenders, PagedCache, check_page_size
 from ktransformers.config import CPU_ACTIVATIONS, EngineConfig, why_crowded
 from ktransformers.core import Progress
 from ktransformers.engine.load.arrange import arrange_layers, hand_contexts_to_recurrent
@@ -46,6 +46,7 @@ from ktransformers.engine.step.layout import (
     settle_buffers,
 )
 from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.models.facts import ModelFacts
 from ktransformers.models.mtp_config import mtp_family
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.rope import settle_rotations
@@ -138,6 +139,13 @@ class LoadedWeights:
     def longest(self) -> int:
         return self.planned_part.longest
 
+    @property
+    def drafts_of_hidden_states(self) -> bool:
+        """Whether the model drafts from hidden states, or one drafts from its own."""
+        draft = self.opened.draft
+        is_taken = draft is not None and isinstance(draft.model.get_input_embeddings(), MtpInput)
+        return self.layout.mtp is not None or is_taken
+
 
 @dataclass(frozen=True, slots=True)
 class ArrangedModel:
@@ -151,10 +159,11 @@ class ArrangedModel:
 
 @dataclass(frozen=True, slots=True)
 class CapturedModel:
-    """A model that is ready for steps. config: as everything was resolved. why_drafts_eager: see
+    """A model that is ready for steps. config: as everything was resolved. facts: its own. why_drafts_eager: see
     StepGraphs. draft: the plan of the model that drafts for it, which is loaded next."""
 
     config: EngineConfig
+    facts: ModelFacts
     plan: Plan
     model: ModelDescription
     forward: ForwardPass
@@ -217,22 +226,23 @@ def load_weights(planned_part: PlannedPart, progress: Progress | None) -> Loaded
     return LoadedWeights(planned_part, layout, flash, hot)
 
 
-def arrange_model(loaded: LoadedWeights) -> ArrangedModel:
-    """Run one step, refuse what cannot be right, put layers together, and make the cache. Raises UnsupportedError."""
+def arrange_model(loaded: LoadedWeights, lenders: Lenders | None = None) -> ArrangedModel:
+    """Run one step, refuse what cannot be right, put layers together, and make the cache. lenders: of what layers
+    attend to that have no keys and values of their own. Raises UnsupportedError."""
     planned_part, opened, pool = loaded.planned_part, loaded.opened, loaded.pool
     if not arrange_layers(loaded):
         loaded.hot.refuse_long_steps("not all layers of this model take a step in blocks")
     if loaded.flash:
         loaded.hot.refuse_long_steps("FlashInfer plans whole steps; --attention_backend triton does without")
     planned = planned_part.planned
-    cache = planned_part.cache_plan.make(planned.shapes, planned.num_slots, planned.num_states)
+    cache = planned_part.cache_plan.make(planned.shapes, planned.num_slots, planned.num_states, lenders)
     identified = identify(opened, loaded.plan, cache, pool)
     loaded.hot.begin(HotFile(identified.sampled.digests))
     forward = ForwardPass(opened.model, pool, loaded.layout)
     forward.block_rows = planned.chunk_size if loaded.hot.long_steps.rows else 0
     if loaded.layout.is_cpu and opened.config.pipeline == 1:
         forward.short = find_fused_decode(opened.model, planned.shapes, pool, loaded.longest)
-    if opened.config.drafter == "mtp":
+    if loaded.drafts_of_hidden_states:
         family = mtp_family(opened.facts.model_type)
         forward.last_hidden = LastHiddenHook(opened.model, family.norm, is_normed=family.takes_normed)
     return ArrangedModel(loaded, cache, identified, forward)
@@ -265,6 +275,7 @@ def capture_steps(arranged: ArrangedModel, progress: Progress | None, why_eager:
     why_drafts_eager = graphs.why_drafts_are_eager(decode)
     return CapturedModel(
         config,
+        loaded.opened.facts,
         plan,
         part.model,
         arranged.forward,

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from ktransformers.engine.model.mtp_names import INPUT_NORMS, PROJECTION
+from ktransformers.engine.model.mtp_names import INPUT_NORMS, OUTPUT_PROJECTION, PROJECTION
 from ktransformers.engine.model.skeleton import build_skeleton
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.mtp_config import mtp_family
@@ -40,12 +40,13 @@ class MtpInput(Placeholder):
     taken. Steps that are replayed read hidden states from memory of their own, see `reserve`.
     """
 
-    def __init__(self, layer: nn.Module, hidden_size: int):
-        """layer: has what projects the rows as children, by the names in INPUT_NORMS and PROJECTION, until
+    def __init__(self, layer: nn.Module, hidden_size: int, parts: Sequence[str] = (*INPUT_NORMS, PROJECTION)):
+        """hidden_size: of the target. layer: has what projects the rows as children, by these names, until
         `take_parts`."""
         super().__init__()
         self.weight = torch.empty(1, hidden_size, device="meta")  # whose width others ask for
         self._layer, self._source = (layer,), tuple[nn.Module, ...]()  # not its children
+        self._parts = tuple(parts)
         self._num_reserved = 0
         self._reserved: torch.Tensor | None = None  # [num_reserved, H]
         self._latest: torch.Tensor | None = None  # of a step of more rows
@@ -64,7 +65,7 @@ class MtpInput(Placeholder):
         """Make what projects the rows, placed and loaded as the layer's, children of this module: the layer is then one
         of the usual arrangement."""
         (layer,) = self._layer
-        for name in (*INPUT_NORMS, PROJECTION):
+        for name in self._parts:
             self.add_module(name, layer.get_submodule(name))
             delattr(layer, name)
 
@@ -84,6 +85,13 @@ class MtpInput(Placeholder):
         else:
             self._reserved[:num_rows].copy_(hidden_states[0])
 
+    def returned(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return what stands for the target's hidden states [N, H] behind rows of the layer's own output."""
+        if OUTPUT_PROJECTION not in self._parts:
+            return hidden_states
+        projected: torch.Tensor = getattr(self, OUTPUT_PROJECTION)(hidden_states[None])[0]
+        return projected
+
     def project(self, embedded: torch.Tensor) -> torch.Tensor:
         """Return the decoder layer's input, [1, T, H], of the tokens' embeddings [1, T, H]."""
         num_rows, width = embedded.shape[1:]
@@ -92,8 +100,9 @@ class MtpInput(Placeholder):
             made = torch.randn(num_rows, width, generator=torch.Generator().manual_seed(0))
             given = made.to(embedded.device, embedded.dtype)
         hidden_states = given[None, :num_rows]
-        parts = zip(INPUT_NORMS, (embedded, hidden_states), strict=True)
-        normed = [getattr(self, name)(part) for name, part in parts]
+        normed = [embedded, hidden_states]
+        if INPUT_NORMS[0] in self._parts:
+            normed = [getattr(self, name)(part) for name, part in zip(INPUT_NORMS, normed, strict=True)]
         projected: torch.Tensor = getattr(self, PROJECTION)(torch.cat(normed, dim=-1))
         return projected
 

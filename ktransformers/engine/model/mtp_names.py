@@ -21,10 +21,11 @@ from ktransformers.weights.safetensors.file import SafetensorsModel
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["INPUT_NORMS", "PROJECTION", "MtpNames", "renamed_gguf", "renamed_tensors"]
+__all__ = ["INPUT_NORMS", "OUTPUT_PROJECTION", "PROJECTION", "MtpNames", "renamed_gguf", "renamed_tensors"]
 
-INPUT_NORMS, PROJECTION = ("enorm", "hnorm"), "eh_proj"
-"""Children that the decoder layer has besides its own: what makes its input."""
+INPUT_NORMS, PROJECTION, OUTPUT_PROJECTION = ("enorm", "hnorm"), "eh_proj", "post_projection"
+"""Children that the decoder layer has besides its own until they are loaded: what makes its input, and hidden states of
+the target's width of its output where that has another one (Gemma 4's assistants)."""
 
 _Part = tuple[int | None, str]
 """The decoder layer, of all that make up the layers for multi-token prediction, and a tensor's name in it; None: all of

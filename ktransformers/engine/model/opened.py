@@ -13,6 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktransformers.config import EngineConfig
+from ktransformers.engine.model.assistant import (
+    as_gemma4,
+    assistant_gguf_names,
+    assistant_names,
+    build_assistant,
+)
 from ktransformers.engine.model.card import ModelCard, card_of
 from ktransformers.engine.model.config_checks import check_layers, check_parameters
 from ktransformers.engine.model.draft_model import check_same_tokens, draft_config, mtp_layer_config
@@ -21,6 +27,7 @@ from ktransformers.engine.model.mtp import build_mtp
 from ktransformers.engine.model.mtp_names import MtpNames, renamed_gguf, renamed_tensors
 from ktransformers.engine.model.skeleton import build_skeleton, check_kinds, check_model_type, load_hf_config
 from ktransformers.errors import ConfigError, FormatError, UnsupportedError, WeightError, reason_of
+from ktransformers.models.assistant_config import GGUF_ARCH, assistant_config, config_of_assistant, is_assistant
 from ktransformers.models.composite import take_text_config, text_config_of
 from ktransformers.models.config_fields import token_ids
 from ktransformers.models.facts import ModelFacts
@@ -101,13 +108,16 @@ class OpenedModel:
     draft: OpenedModel | None = None
 
 
-def open_model(config: EngineConfig) -> OpenedModel:
-    """Open a model's files and build its skeleton. Reads headers only. Raises ConfigError or WeightError."""
+def open_model(config: EngineConfig, target: OpenedModel | None = None) -> OpenedModel:
+    """Open a model's files and build its skeleton. Reads headers only. Raises ConfigError or WeightError. target: the
+    model that it is to draft for; None: it is to run alone."""
     config = config.resolved()
     path, kind = _weights_of(config)
     gguf = open_gguf(path) if kind == "gguf" else None
     whole = _hf_config(config, gguf, path)
     stored = None if gguf is not None else open_safetensors(path)
+    if target is not None and is_assistant(whole):
+        return _open_assistant(replace(config, self_check=False), whole, gguf or stored, target)
     tensors = (gguf or stored).tensors  # type: ignore[union-attr]
     shapes = [tensor.shape for tensor in tensors.values()]
     hf_config = take_text_config(whole, tensors.keys())
@@ -132,7 +142,7 @@ def open_model(config: EngineConfig) -> OpenedModel:
         config, model.config, facts, gguf, model, source, tuple(files), states, nbytes, has_head=has_head
     )
     if config.drafter == "draft":
-        return replace(opened, draft=_open_draft(config))
+        return replace(opened, draft=_open_draft(opened))
     return replace(opened, draft=_open_mtp(opened, stored)) if config.drafter == "mtp" else opened
 
 
@@ -178,14 +188,39 @@ def _open_mtp_layer(target: OpenedModel, stored: SafetensorsModel | None, names:
     return replace(target, config=config, hf_config=model.config, facts=facts, gguf=gguf, model=model, source=source)
 
 
-def _open_draft(config: EngineConfig) -> OpenedModel:
+def _open_assistant(
+    config: EngineConfig, whole: PretrainedConfig, stored: GGUFModel | SafetensorsModel | None, target: OpenedModel
+) -> OpenedModel:
+    """An assistant of Gemma 4, as the model that drafts. Raises UnsupportedError for another target than its own."""
+    hf_config = assistant_config(whole)
+    facts = ModelFacts.of(hf_config)
+    model = build_assistant(whole, hf_config, facts, target.facts)
+    assert stored is not None
+    files, gguf = tuple(file.path for file in stored.files), None
+    source: WeightSource
+    if isinstance(stored, GGUFModel):
+        gguf = renamed_gguf(as_gemma4(stored), assistant_gguf_names(stored.tensors))
+        source = GGUFSource(gguf, facts)
+    else:
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        source = SafetensorsSource(renamed_tensors(stored, assistant_names(stored.tensors, whole)), facts, shapes)
+    return OpenedModel(config, model.config, facts, gguf, model, source, files, _states(config, files))
+
+
+def _open_draft(target: OpenedModel) -> OpenedModel:
     """The model that drafts. Raises as `open_model`, and UnsupportedError for one that cannot."""
+    config = target.config
     assert config.draft_model is not None
     try:
-        opened = open_model(draft_config(config))
+        opened = open_model(draft_config(config), target)
     except (ConfigError, WeightError) as error:
         kind = UnsupportedError if isinstance(error, UnsupportedError) else ConfigError
         raise kind(f"--draft_model {config.draft_model}: {error}") from error
+    if config.speculative == "mtp" and not opened.facts.is_borrowing:
+        raise ConfigError(
+            f"--speculative mtp: --draft_model {config.draft_model} is no assistant of Gemma 4; take --speculative "
+            "draft for a smaller model, or leave it out for the model's own layer"
+        )
     if opened.facts.has_states:
         raise UnsupportedError(
             f"--draft_model {config.draft_model} ({opened.facts.model_type}) has recurrent layers, whose states cannot "
@@ -267,6 +302,8 @@ def _facts_of(hf_config: PretrainedConfig, trust_remote_code: bool = False) -> M
 
 def config_of_model(model: GGUFModel) -> PretrainedConfig:
     """Return the config of an opened GGUF model. Raises FormatError or UnsupportedError."""
+    if model.architecture == GGUF_ARCH:
+        return config_of_assistant(model.metadata, config_of_model(as_gemma4(model)))
     stored = [name for name in FACTOR_TENSORS if name in model.tensors]
     factors = {name: dequantize(model.raw(name), name).flatten().tolist() for name in stored}
     shapes = {name: tensor.shape for name, tensor in model.tensors.items()}
@@ -289,7 +326,9 @@ def describe_model(opened: OpenedModel) -> ModelDescription:
     """Describe an opened model by its facts, its tokenizer loaded. Raises ConfigError."""
     tokenizer, defaults = _load_tokenizer(opened), _generation_defaults(opened)
     if opened.draft is not None and opened.config.draft_model is not None:
-        check_same_tokens(tokenizer, _load_tokenizer(opened.draft), str(opened.config.draft_model))
+        theirs = _load_tokenizer(opened.draft)
+        if theirs.has_vocabulary or not opened.draft.facts.is_borrowing:  # else widths and layers say whose it is
+            check_same_tokens(tokenizer, theirs, str(opened.config.draft_model))
     facts = opened.facts
     return ModelDescription(
         tokenizer=tokenizer,

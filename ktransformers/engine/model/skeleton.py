@@ -127,6 +127,12 @@ def check_kinds(facts: ModelFacts) -> None:
             f"model type {facts.model_type} has layers of type {', '.join(other)}; "
             f"supported are {', '.join(sorted(_SUPPORTED_KINDS))}"
         )
+    if facts.is_borrowing:
+        raise UnsupportedError(
+            f"the layers of model type {facts.model_type} have no keys and values of their own (num_kv_shared_layers "
+            f"{facts.num_layers}): it drafts for another model, and does not run alone; load that model, with this one "
+            "as --draft_model"
+        )
 
 
 def build_causal(hf_config: PretrainedConfig, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
@@ -279,6 +285,7 @@ def cache_shapes(
         )
         for i, layer_device in enumerate(places)
     ]
+    placed = [replace(one, is_borrowed=facts.layers[i].is_borrowing) for i, one in enumerate(placed)]
     sources = [None if i in projecting else layer.shares for i, layer in enumerate(facts.layers)]
     return [_shared(placed, i, source) for i, source in enumerate(sources)]
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ktransformers.cache.paged import LayerShape, PagedCache, state_shapes
+from ktransformers.cache.paged import LayerShape, Lenders, PagedCache, state_shapes
 from ktransformers.config import EngineConfig
 from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.engine.plan.draft_steps import why_drafts_run_eagerly
@@ -157,7 +157,10 @@ class CachePlan:
         """Raise ConfigError when the tiers below the cache are too small for it."""
         check_tiers(shapes, self.page_size(shapes), config)
 
-    def make(self, shapes: Sequence[LayerShape], num_slots: int, num_states: int) -> PagedCache:
-        """Make the cache itself."""
+    def make(
+        self, shapes: Sequence[LayerShape], num_slots: int, num_states: int, lenders: Lenders | None = None
+    ) -> PagedCache:
+        """Make the cache itself. lenders: see PagedCache."""
         size = self.page_size(shapes)
-        return PagedCache(shapes, num_slots // size, size, num_states, has_states=self.has_states)
+        pages = num_slots // size, size
+        return PagedCache(shapes, *pages, num_states, has_states=self.has_states, lenders=lenders)

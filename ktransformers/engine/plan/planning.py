@@ -14,6 +14,7 @@ import torch
 from ktransformers.cache.paged import LayerShape, PagedCache, state_shapes
 from ktransformers.cache.state import StateCache
 from ktransformers.config import EngineConfig, hot_slots
+from ktransformers.engine.model.assistant import lenders_of
 from ktransformers.engine.model.fingerprint import ModelDigests
 from ktransformers.engine.model.hot_file import HotFile
 from ktransformers.engine.model.opened import OpenedModel
@@ -368,7 +369,8 @@ class Planner:
             ) from error
 
     def _placed_draft(self, draft: OpenedModel, target: Planned, hardware: Hardware) -> PlannedDraft:
-        """On the GPU of the target's last layer if that has room, else on the CPU."""
+        """On the GPU of the target's last layer if that has room, else on the CPU. One that attends to the target's
+        keys and values goes nowhere else than these."""
         config = replace(draft.config, cache_lens=target.num_slots, chunk_size=target.chunk_size)
         draft = replace(draft, config=config)
         size = self.cache_plan.page_size(target.shapes)
@@ -376,6 +378,8 @@ class Planner:
         planner = Planner(draft, None, cache_plan, is_draft=True, _rules=self._draft_rules)
         hardware = replace(hardware, devices=Devices(hardware.devices.gpu))  # with work space of their own
         plan, last = target.plan, target.layer_devices[-1:]
+        if draft.facts.is_borrowing:
+            self._check_lenders(draft, target)
         if last and last[0].is_gpu:
             name = last[0].name
             left = max(plan.capacity[name] - plan.total_bytes[name], 0)
@@ -386,8 +390,22 @@ class Planner:
                 planned = planner._whole(beside, {})
                 if planned.plan.misfit() is None:
                     return PlannedDraft(draft, cache_plan, beside, planned)
+            if draft.facts.is_borrowing:  # then both do not fit
+                return PlannedDraft(draft, cache_plan, beside, planned)
         cpu = hardware.without_gpus()
         return PlannedDraft(draft, cache_plan, cpu, planner._whole(cpu, {}))
+
+    def _check_lenders(self, draft: OpenedModel, target: Planned) -> None:
+        """Raise UnsupportedError where what the model that drafts attends to is not on the device of the last layer."""
+        last = target.layer_devices[-1].name if target.layer_devices else "cpu"
+        for layer in sorted(set(lenders_of(draft.facts, self.opened.facts).values())):
+            place = target.shapes[layer].place
+            if place != last:
+                raise UnsupportedError(
+                    f"--draft_model {self.opened.config.draft_model} attends to keys and values of layer {layer}, on "
+                    f"{place}, and the last layer is on {last}: load the model on one device, or take --speculative "
+                    "ngram"
+                )
 
     def _fill(self, plan: Plan) -> tuple[Filling, tuple[HotSlots, ...]]:
         """What goes to the room that a plan leaves on GPUs: slots for the experts of all layers, and whole layers.

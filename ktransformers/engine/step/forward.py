@@ -69,7 +69,7 @@ class ForwardPass:
     def embedding(self) -> nn.Module:
         """The model's embedding: int64 [...] ids on the CPU -> [..., H], without what single layers look up."""
         if self.layout is not None:
-            return self.layout.embedding
+            return self.layout.table
         base = self.model.base_model
         found: nn.Module = getattr(base, "inner", base).get_input_embeddings()
         return found

@@ -65,6 +65,11 @@ class StepLayout:
         layers = len(base.layers), int(base.hidden_size_per_layer_input)
         return cls(*ends, _WithLayerInputs(table, base), width + layers[0] * layers[1], layers)
 
+    @property
+    def table(self) -> nn.Module:
+        """The embedding alone: ids to hidden states."""
+        return self.embedding.embedding if isinstance(self.embedding, _WithLayerInputs) else self.embedding
+
     def split(self, embedded: torch.Tensor) -> dict[str, torch.Tensor]:
         """Split what the embedding gave, [1, T, width], into arguments of the model's forward."""
         layers, columns = self.layer_inputs

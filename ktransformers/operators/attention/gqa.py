@@ -26,7 +26,7 @@ from ktransformers.kernels.attention_call import AttentionCall
 from ktransformers.kernels.flashinfer import Shape
 from ktransformers.kernels.triton.attention.paged import attention
 from ktransformers.kernels.triton.attention.rope import rope_to_cache
-from ktransformers.models.facts import LayerKind
+from ktransformers.models.facts import LayerFacts, LayerKind
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.gqa_gpu import GpuCache, GqaParts, gqa_forward
 from ktransformers.operators.attention.indexer import ChoiceMask, KPooledIndexer, PendingChoice
@@ -93,8 +93,8 @@ def attention_forward(  # noqa: PLR0913 - as transformers calls it
     call = AttentionCall(q, keys, values, context.pages, scale, scales=scales, **options)
     if is_on_gpu:
         kept = GpuCache.of(context.cache, layer_idx)
-        return _gpu_attention(rows, kept, context, call, topk_positions)[None], None
-    if shape.shares is None:
+        return _gpu_attention(rows, kept, context, call, topk_positions, is_borrowed=shape.is_borrowed)[None], None
+    if shape.is_own:
         for made, cache, of in ((rows[1], keys, scales[0]), (rows[2], values, scales[1])):
             cpu.write_kv(made, context.slot_mapping, cache, of, context.pool)
     attend = partial(cpu.attention, pool=context.pool, bf16_products=shape.bf16_products)
@@ -204,11 +204,18 @@ def _gpu_attention(
     context: ForwardContext,
     call: AttentionCall,
     topk_positions: TopkPositions | None,
+    *,
+    is_borrowed: bool,
 ) -> torch.Tensor:
-    """`attention_forward` on a GPU: rows are query, key and value [T, heads, D] of any type; returns [T, Hq, D]."""
+    """`attention_forward` on a GPU: rows are query, key and value [T, heads, D] of any type; returns [T, Hq, D].
+    is_borrowed: key and value are nothing, the cache is read alone."""
     device = cache.keys.device
     use(device)
     num_rows = rows[0].shape[0]
+    is_quantized = cache.quantized_attention and topk_positions is None
+    attend = partial(attention, quantized_attention=is_quantized)
+    if is_borrowed:
+        return _attended(replace(call, q=rows[0].to(cache.row_dtype).contiguous()), topk_positions, attend)
     # One kernel writes the cache and makes queries of its rows' type. What is rotated here is rotated already: by 0.
     cos, sin = _zero_angle(device)
     query = rope_to_cache(
@@ -222,8 +229,6 @@ def _gpu_attention(
         scales=cache.scales,
         q_out=torch.empty(rows[0].shape, dtype=cache.row_dtype, device=device),
     )
-    is_quantized = cache.quantized_attention and topk_positions is None
-    attend = partial(attention, quantized_attention=is_quantized)
     return _attended(replace(call, q=query), topk_positions, attend)
 
 
@@ -271,17 +276,20 @@ class KAttention(WrapperOperator):
         self._has_pools = hasattr(getattr(self.inner, "indexer", None), "compress_ratio")
         if self._has_pools:
             self.spec = None
+        self._is_borrowing = self._facts is not None and self._facts.is_borrowing
         self._temperature = recognize_temperature(self.inner) if _is_tempered(self.inner) else None
         self._factors: torch.Tensor | None = None  # by position, once bound
         if self._temperature is not None:
             self.spec = None
             self.inner.attn_temperature_tuning = False  # type: ignore[assignment]  # it is done here
 
-    def _has_chunks(self) -> bool:
+    @property
+    def _facts(self) -> LayerFacts | None:
         layers, layer_idx = self.config.facts.layers, getattr(self.inner, "layer_idx", None)
-        if not isinstance(layer_idx, int) or layer_idx >= len(layers):
-            return False
-        return layers[layer_idx].kind is LayerKind.CHUNKED
+        return layers[layer_idx] if isinstance(layer_idx, int) and layer_idx < len(layers) else None
+
+    def _has_chunks(self) -> bool:
+        return self._facts is not None and self._facts.kind is LayerKind.CHUNKED
 
     def attention_shape(self) -> Shape | None:
         """Return the shape for which FlashInfer is asked; None where another kernel has to attend."""
@@ -312,6 +320,9 @@ class KAttention(WrapperOperator):
         if self._factors is not None and isinstance(context, ForwardContext):
             positions = context.on(self._factors.device).kv_lens.to(torch.int64) - 1
             kwargs["query_factors"] = self._factors[positions]
+        if self._is_borrowing:  # in the place of keys and values that an earlier layer would have made
+            nothing = kwargs["hidden_states"].new_empty(1, 0, 0, 0)
+            kwargs["shared_kv_states"] = {self.inner.layer_type: (nothing, nothing)}
         if self._has_pools and isinstance(context, ForwardContext):
             kwargs["attention_mask"] = ChoiceMask(context)
         if self._parts is None or context is None or not isinstance(angles, tuple) or args:

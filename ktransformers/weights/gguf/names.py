@@ -172,6 +172,7 @@ _BLOCK_NAMES = (
     (re.compile(r"\.eh_proj\.weight$"), "nextn.eh_proj.weight"),  # multi-token prediction, as the next
     (re.compile(r"\.enorm\.weight$"), "nextn.enorm.weight"),
     (re.compile(r"\.hnorm\.weight$"), "nextn.hnorm.weight"),
+    (re.compile(r"\.post_projection\.weight$"), "nextn.post_projection.weight"),  # gemma4-assistant
 )
 
 _IGNORABLE = (

@@ -48,7 +48,8 @@ logger = logging.getLogger(__name__)
 
 FP8 = "F8_E4M3"
 _NATURAL = {"F32": QuantType.F32, "F16": QuantType.F16, "BF16": QuantType.BF16, FP8: QuantType.BF16}
-_TABLE = re.compile(r".*\.tid2eid")  # whole numbers: the experts of each token; read as F32, which holds them exactly
+_TABLE = re.compile(r".*\.(tid2eid|token_ordering)")
+"""Whole numbers, experts of each token or tokens of each cluster: read as F32, which holds them exactly."""
 _TABLE_TYPES = ("I32", "I64")
 _MOST_EXACT = 1 << 24
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")  # DeepSeek's block scales; per-tensor or per-row scales of other tools

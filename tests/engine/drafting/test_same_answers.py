@@ -21,6 +21,7 @@ from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.scheduler.drafting.row_costs import RowCosts
 from tests.support.engines.known_drafts import told
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
+from tests.support.models.assistant_models import TARGETS, tiny_assistant, write_assistant
 from tests.support.models.demo import DEMO_CHECKPOINT
 from tests.support.models.mtp_families import FAMILIES, tiny_family, write_family
 from tests.support.models.mtp_models import tiny_mtp, write_mtp
@@ -103,14 +104,8 @@ def written(model_type: str, folder: Path) -> Path:
     return write_mtp(tiny_mtp(model_type), folder)
 
 
-@pytest.mark.every(5)
-@pytest.mark.parametrize("speculative", DRAFTERS)
-@pytest.mark.parametrize("model_type", MODELS)
-def test_tiny_models(
-    model_type: str, speculative: str, tmp_path: Path, random_cases: Callable[[int, int], int]
-) -> None:
-    folder, count = written(model_type, tmp_path / "model"), random_cases(16, 200)
-    draft = write_safetensors(tiny_model("qwen3_moe"), tmp_path / "draft")
+def check_same(folder: Path, speculative: str, draft: Path, count: int) -> None:
+    """Of so many requests."""
     rng = random.Random(3)
     with engine_of(folder, "off", draft) as engine:
         plain, none = answers_of(engine, count)
@@ -121,6 +116,24 @@ def test_tiny_models(
     assert disturbed == plain
     assert none == 0 < accepted
     assert others > 0
+
+
+@pytest.mark.every(5)
+@pytest.mark.parametrize("speculative", DRAFTERS)
+@pytest.mark.parametrize("model_type", MODELS)
+def test_tiny_models(
+    model_type: str, speculative: str, tmp_path: Path, random_cases: Callable[[int, int], int]
+) -> None:
+    folder = written(model_type, tmp_path / "model")
+    draft = write_safetensors(tiny_model("qwen3_moe"), tmp_path / "draft")
+    check_same(folder, speculative, draft, random_cases(16, 200))
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("name", TARGETS)
+def test_an_assistant(name: str, tmp_path: Path, random_cases: Callable[[int, int], int]) -> None:
+    folder, draft = write_assistant(tiny_assistant(name), tmp_path)
+    check_same(folder, "draft", draft, random_cases(16, 200))
 
 
 SCHEMA = {

@@ -27,6 +27,7 @@ from ktransformers.optimize.machine import detect_machine
 from tests.support.engines.drafter_steps import DrafterSteps, draft_in_every_step, runner_of
 from tests.support.engines.paged_loop import Answer, PagedLoop, scheduler_config
 from tests.support.gguf.writer import write_gguf
+from tests.support.models.assistant_models import TARGETS, TinyAssistant, tiny_assistant, write_assistant
 from tests.support.models.mtp_families import FAMILIES, PlainMtp, tiny_family, write_family
 from tests.support.models.mtp_models import TinyMtp, tiny_mtp, write_mtp
 from tests.support.models.tiny_models import VOCAB_SIZE, tiny_model
@@ -121,8 +122,21 @@ def check_replayed(steps: DrafterSteps) -> None:
 @pytest.mark.parametrize("model_type", ["glm4_moe", "deepseek_v3", "qwen3_next"])
 def test_mtp(model_type: str, tmp_path: Path, replays: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """With experts in RAM, whose work is enqueued in the stream: of the target's layers and of the drafter's."""
-    folder = write_mtp(tiny_mtp(model_type), tmp_path)
-    with engine_of(config_of(folder, speculative="mtp")) as engine:
+    check_replayed_drafts(config_of(write_mtp(tiny_mtp(model_type), tmp_path), speculative="mtp"), replays, monkeypatch)
+
+
+@pytest.mark.skipif(not hasattr(MtpModel, "forward_layer"), reason="transformers 5.24 or later has assistants")
+@pytest.mark.parametrize("is_ordered", [False, True])
+@pytest.mark.parametrize("name", TARGETS)
+def test_assistant(
+    name: str, is_ordered: bool, tmp_path: Path, replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, assistant = write_assistant(tiny_assistant(name, is_ordered=is_ordered), tmp_path)
+    check_replayed_drafts(config_of(folder, draft_model=assistant), replays, monkeypatch)
+
+
+def check_replayed_drafts(config: EngineConfig, replays: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_of(config) as engine:
         layout = runner_of(engine)._pass.layout
         assert layout is not None
         assert layout.last.torch_device.type == "cuda"
@@ -136,21 +150,24 @@ def test_mtp(model_type: str, tmp_path: Path, replays: list[int], monkeypatch: p
     check_same(plain, again)
 
 
-def _written(model_type: str, folder: Path) -> tuple[TinyMtp | PlainMtp, Path]:
-    if model_type in FAMILIES:
-        family = tiny_family(model_type)
-        return family, write_family(family, folder)
-    tiny = tiny_mtp(model_type)
-    return tiny, write_mtp(tiny, folder)
+def _written(name: str, folder: Path) -> tuple[TinyMtp | PlainMtp | TinyAssistant, EngineConfig]:
+    """An oracle by its name, and how an engine loads what it is an oracle of."""
+    if name in TARGETS:
+        pair = tiny_assistant(name)
+        path, assistant = write_assistant(pair, folder)
+        return pair, config_of(path, draft_model=assistant)
+    if name in FAMILIES:
+        family = tiny_family(name)
+        return family, config_of(write_family(family, folder), speculative="mtp")
+    tiny = tiny_mtp(name)
+    return tiny, config_of(write_mtp(tiny, folder), speculative="mtp")
 
 
 @pytest.mark.skipif(not hasattr(MtpModel, "forward_layer"), reason="transformers 5.24 or later is the oracle")
-@pytest.mark.parametrize("model_type", ["glm4_moe", "mimo_v2_flash", "step3p7", "nemotron_h", "ernie4_5_moe"])
-def test_drafts_of_mtp_are_those_of_the_oracle(
-    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", ["glm4_moe", "mimo_v2_flash", "step3p7", "nemotron_h", "ernie4_5_moe", *TARGETS])
+def test_drafts_are_those_of_the_oracle(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The draft tokens of each step, up to the first one where the oracle prefers none clearly."""
-    (tiny, folder), seen = _written(model_type, tmp_path), list[tuple[int, list[int]]]()
+    (tiny, config), seen = _written(name, tmp_path), list[tuple[int, list[int]]]()
     draft = ModelDrafter.draft
 
     def watched(drafter: ModelDrafter, requests: list[DraftRequest]) -> list[list[int]]:
@@ -159,10 +176,10 @@ def test_drafts_of_mtp_are_those_of_the_oracle(
         return found
 
     monkeypatch.setattr(ModelDrafter, "draft", watched)
-    with engine_of(config_of(folder, speculative="mtp")) as engine:
+    with engine_of(config) as engine:
         limits = engine.scheduler_config
-        config = scheduler_config(engine, chunk_size=64, max_drafts=limits.max_drafts, drafter=limits.drafter)
-        loop, prompt = PagedLoop(config, lambda: engine.executor), list(range(3, 60))
+        plan = scheduler_config(engine, chunk_size=64, max_drafts=limits.max_drafts, drafter=limits.drafter)
+        loop, prompt = PagedLoop(plan, lambda: engine.executor), list(range(3, 60))
         name = loop.add(prompt, SamplingParams(max_tokens=40, ignore_eos=True, **GREEDY))  # type: ignore[arg-type]
         loop.drain()
         known = [*prompt, *loop.answers[name].token_ids]

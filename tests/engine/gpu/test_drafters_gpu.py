@@ -16,7 +16,7 @@ from ktransformers.engine.drafting.draws import draw_drafts
 from ktransformers.engine.load.builder import Engine, Hardware, build_engine, plan_model
 from ktransformers.engine.sampling.logits_request import BEST_TOKEN, WHOLE_ROW
 from ktransformers.engine.step.graph_sizes import DRAFT_ROWS
-from ktransformers.errors import EngineError
+from ktransformers.errors import EngineError, UnsupportedError
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.layers.gpu import LayerStack
 from ktransformers.operators.layers.traced import layer_list
@@ -27,6 +27,7 @@ from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.engines.mtp_engines import Watched, check_drafts, loop_of
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
 from tests.support.gguf.writer import write_gguf
+from tests.support.models.assistant_models import tiny_assistant, write_assistant
 from tests.support.models.mtp_families import tiny_family, write_family
 from tests.support.models.mtp_models import tiny_mtp, write_mtp
 from tests.support.models.tiny_models import VOCAB_SIZE, tiny_model
@@ -244,3 +245,42 @@ def test_tokens_of_several_sequences_share_steps(
     lengths: list[int], most: int, steps: list[list[tuple[int, int, int]]]
 ) -> None:
     assert packed(lengths, most) == steps
+
+
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_an_assistant_on_a_gpu(is_ordered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the keys and values that it reads."""
+    folder, assistant = write_assistant(tiny_assistant("gemma4-shared", is_ordered=is_ordered), tmp_path)
+    graphs = FakeGraphs()
+    with engine_of(folder, fake_hardware(), speculative="off") as engine:
+        plain = answers_of(engine)[0]
+    hardware = fake_hardware(graphs=graphs, draft_rows=DRAFT_ROWS, graph_rows=(64,))
+    with engine_of(folder, hardware, draft_model=assistant) as engine:
+        assert places_of(engine) == {"cuda:0"}
+        steps = DrafterSteps(engine, lambda: graphs.replays, monkeypatch)
+        answers, num_drafted, _ = answers_of(engine)
+    assert answers == plain
+    assert num_drafted > 20
+    assert all(replayed for _, replayed, _ in steps.seen)
+    assert steps.num_held > 10
+
+
+def test_an_assistant_goes_nowhere_else(tmp_path: Path) -> None:
+    """Than where the keys and values are that it reads: both are on the GPU, or neither."""
+    folder, assistant = write_assistant(tiny_assistant("gemma4"), tmp_path)
+    config = config_of(folder, draft_model=assistant)
+
+    def planned(nbytes: int) -> Plan:
+        return plan_model(config, hardware=fake_hardware(gpu_bytes=nbytes))
+
+    total = planned(4 << 30).total_bytes["cuda:0"]
+    assert set(planned(total).extra_bytes["draft model"]) == {"cuda:0"}
+    assert planned(total - 1).total_bytes.get("cuda:0", 0) == 0
+    assert set(planned(total - 1).extra_bytes["draft model"]) == {"cpu"}
+
+
+def test_an_assistant_of_layers_on_two_gpus_is_refused(tmp_path: Path) -> None:
+    folder, assistant = write_assistant(tiny_assistant("gemma4-shared"), tmp_path)
+    config = config_of(folder, draft_model=assistant, spread_layers=True)
+    with pytest.raises(UnsupportedError, match=r"of layer 0, on cuda:0, and the last layer is on cuda:1: load"):
+        plan_model(config, hardware=fake_hardware(num_gpus=2))

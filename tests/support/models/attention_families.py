@@ -9,10 +9,10 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from tests.support.models.tiny_models import NUM_EXPERTS, VOCAB_SIZE, WINDOW
 
-__all__ = ["CASES", "config_of"]
+__all__ = ["CASES", "COMMON", "config_of"]
 
 S, F = "sliding_attention", "full_attention"
-_COMMON: dict[str, object] = {
+COMMON: dict[str, object] = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_attention_heads": 4,
@@ -122,5 +122,5 @@ def config_of(name: str, **values: object) -> PretrainedConfig:
     model_type, own = CASES[name]
     layers = own.get("layer_types")
     count = len(layers) if isinstance(layers, list) else 4
-    config: PretrainedConfig = CONFIG_MAPPING[model_type](**{**_COMMON, "num_hidden_layers": count, **own, **values})
+    config: PretrainedConfig = CONFIG_MAPPING[model_type](**{**COMMON, "num_hidden_layers": count, **own, **values})
     return config
