@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktransformers.config import EngineConfig
+from ktransformers.core import RECOMMENDED_FIELDS
 from ktransformers.engine.model.card import ModelCard, card_of
 from ktransformers.engine.model.config_checks import check_layers, check_parameters
 from ktransformers.engine.model.draft_model import check_same_tokens, draft_config, mtp_layer_config
@@ -341,7 +342,7 @@ def _generation_defaults(opened: OpenedModel) -> dict[str, Any]:
         path = folder / "generation_config.json"
         why = wrong_start(path.read_bytes()) or f"cannot be used: {reason_of(error)}; mend it, or move it away"
         raise ConfigError(f"{path} {why}") from error
-    known = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "eos_token_id", "do_sample")
+    known = (*RECOMMENDED_FIELDS, "eos_token_id", "do_sample")
     return {name: values[name] for name in known if values.get(name) is not None}
 
 
