@@ -19,6 +19,7 @@ __all__ = [
     "CAPTURING",
     "COMPILING",
     "PROMPT_LOGPROB_ROWS",
+    "RECOMMENDED_FIELDS",
     "SNAPSHOT_ALIGN",
     "AnswerEnd",
     "Constraint",
@@ -111,6 +112,8 @@ class EmbeddingForm:
 
 _INF = float("inf")
 _REALS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+RECOMMENDED_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Fields of SamplingParams that a model's authors may recommend, as generation_config.json calls them."""
 _OPTIONAL_COUNTS = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "max_drafts")
 
 

@@ -18,6 +18,19 @@ namespace nb = nanobind;
 using kt::Address;
 using kt::at;
 
+namespace {
+
+// temperature, top_p, min_p and the uniform number
+using Settings = std::array<double, 4>;
+
+kt::SampleRow sample_row(const float* raw, const float* adjusted, const Settings& settings, int64_t top_k,
+                         const uint32_t* allowed) {
+  const auto& [temperature, top_p, min_p, uniform] = settings;
+  return {raw, adjusted, temperature, top_p, min_p, uniform, top_k, allowed};
+}
+
+}  // namespace
+
 void bind_sampling(nb::module_& m) {
   m.def(
       "philox4x32",
@@ -28,20 +41,18 @@ void bind_sampling(nb::module_& m) {
       },
       nb::arg("counter"), nb::arg("key"));
   m.def("uniform_at", &kt::uniform_at, nb::arg("seed"), nb::arg("position"));
-  // Of each row: the addresses of its raw and its adjusted logits and of its allowed tokens (0: all), then temperature,
-  // top_p, min_p and the uniform number.
+  // Of each row: the addresses of its raw and its adjusted logits and of its allowed tokens (0: all), then its
+  // settings.
   m.def(
       "sample_rows",
-      [](kt::WorkerPool& pool, const std::vector<std::array<Address, 3>>& logits,
-         const std::vector<std::array<double, 4>>& settings, const std::vector<int64_t>& top_k, int64_t vocab) {
+      [](kt::WorkerPool& pool, const std::vector<std::array<Address, 3>>& logits, const std::vector<Settings>& settings,
+         const std::vector<int64_t>& top_k, int64_t vocab) {
         if (logits.size() != settings.size() || logits.size() != top_k.size())
           throw std::invalid_argument("rows and settings differ in number");
         std::vector<kt::SampleRow> rows;
-        for (size_t i = 0; i < logits.size(); ++i) {
-          const auto& [temperature, top_p, min_p, uniform] = settings[i];
-          rows.push_back({at<const float>(logits[i][0]), at<const float>(logits[i][1]), temperature, top_p, min_p,
-                          uniform, top_k[i], at<const uint32_t>(logits[i][2])});
-        }
+        for (size_t i = 0; i < logits.size(); ++i)
+          rows.push_back(sample_row(at<const float>(logits[i][0]), at<const float>(logits[i][1]), settings[i], top_k[i],
+                                    at<const uint32_t>(logits[i][2])));
         std::vector<kt::SamplePick> picks;
         {
           const nb::gil_scoped_release released;
@@ -56,19 +67,17 @@ void bind_sampling(nb::module_& m) {
   m.def(
       "sample_candidates",
       [](kt::WorkerPool& pool, const std::vector<std::tuple<Address, Address, int64_t>>& candidates,
-         const std::vector<std::array<double, 4>>& settings, const std::vector<int64_t>& top_k, int64_t vocab) {
+         const std::vector<Settings>& settings, const std::vector<int64_t>& top_k, int64_t vocab) {
         if (candidates.size() != settings.size() || candidates.size() != top_k.size())
           throw std::invalid_argument("rows and settings differ in number");
         std::vector<kt::CandidateRow> rows;
         for (size_t i = 0; i < candidates.size(); ++i) {
-          const auto& [temperature, top_p, min_p, uniform] = settings[i];
           const auto& [ids, logits, count] = candidates[i];
           const bool is_cut = top_k[i] > 0 && top_k[i] < vocab;
           if (count < 1 || count > vocab || count < (is_cut ? top_k[i] : vocab))
             throw std::invalid_argument("a row has fewer candidates than its top_k, or more than there are tokens");
           const float* row = at<const float>(logits);
-          rows.push_back(
-              {{row, row, temperature, top_p, min_p, uniform, top_k[i], nullptr}, at<const int32_t>(ids), count});
+          rows.push_back({sample_row(row, row, settings[i], top_k[i], nullptr), at<const int32_t>(ids), count});
         }
         const nb::gil_scoped_release released;
         return kt::sample_candidates(pool, rows, vocab);

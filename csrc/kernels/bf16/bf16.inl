@@ -40,13 +40,12 @@ inline void store_bytes(wb values, const Affine& f, uint16_t* out) {
 
 struct FloatTable {
   alignas(64) float v[16];
-  constexpr FloatTable(const int8_t* values, int offset) : v() {
-    for (int i = 0; i < 16; ++i)
-      v[i] = values != nullptr ? static_cast<float>(values[i]) : static_cast<float>(i - offset);
+  constexpr explicit FloatTable(const int8_t* values) : v() {
+    for (int i = 0; i < 16; ++i) v[i] = static_cast<float>(values[i]);
   }
 };
-constexpr FloatTable kNibbleFloats(nullptr, 0), kQ4_0Floats(nullptr, 8), kIq4Floats(kIq4Values, 0),
-    kMxfp4Floats(kMxfp4Values, 0);
+constexpr int8_t kNibbles[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+template <const int8_t* VALUES> constexpr FloatTable kFloats(VALUES);
 
 // ---- sources of steps: where a step's bytes are, and what it is as bf16 ----
 
@@ -98,7 +97,7 @@ template <class P> struct Steps256 {
     } else {
       f[0] = affine(packed, p, b, s);
     }
-    const vf table = load(std::is_same_v<P, PackedIQ4XS> ? kIq4Floats.v : kNibbleFloats.v);
+    const vf table = load(std::is_same_v<P, PackedIQ4XS> ? kFloats<kIq4Values>.v : kFloats<kNibbles>.v);
     if (s % 2 == 0)
       lines<0, 0>(p, s / 2, f, table, out);
     else
@@ -119,9 +118,7 @@ template <class P> struct Steps32 {
       for (int i = 0; i < 8; ++i) store_bytes(flip_signs(load_wb(p + 64 * i)), f, out + 64 * i);
     } else {
       const Affine f = {scale, zero()};
-      const vf table = load(std::is_same_v<P, PackedMXFP4>   ? kMxfp4Floats.v
-                            : std::is_same_v<P, PackedIQ4NL> ? kIq4Floats.v
-                                                             : kQ4_0Floats.v);
+      const vf table = load(kFloats<P::table>.v);
       for (int i = 0; i < 4; ++i) {
         const wb line = load_wb(p + 64 * i);
         store_nibbles<0>(line, table, f, out + 64 * i);
@@ -148,7 +145,7 @@ template <class P> struct StepsSmall {
       for (int i = 0; i < 8; ++i) store_bytes(steps[i], f, out + 64 * i);
     } else {
       const Affine low = {scale, P::has_min ? second : zero()}, high = P::is_halved ? Affine{second, zero()} : low;
-      const vf table = load(P::is_halved ? kMxfp4Floats.v : kNibbleFloats.v);
+      const vf table = load(P::is_halved ? kFloats<kMxfp4Values>.v : kFloats<kNibbles>.v);
       for (int i = 0; i < 4; ++i) {
         const wb line = load_wb(p + 64 * i);
         store_nibbles<0>(line, table, low, out + 64 * i);

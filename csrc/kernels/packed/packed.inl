@@ -35,6 +35,7 @@ struct ByteTable {
   }
 };
 constexpr ByteTable kIq4Staged(kIq4Values, kSignFlip);
+constexpr int8_t kQ4Values[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 constexpr ByteTable kMxfp4Signed(kMxfp4Values, 0);
 // The same + 12: unsigned, and small enough for sums in int16. The 12 is taken out by sums of the activations.
 constexpr int kMxfp4Offset = 12;
@@ -261,6 +262,7 @@ struct PackedQ8_0 {
 };
 struct PackedQ4_0 {
   using F = FormatQ4_0;
+  static constexpr const int8_t* table = kQ4Values;  // what nibbles stand for: bf16/bf16.inl
   static constexpr int64_t bytes = 256;
   static constexpr bool is_tile_signed = false;
   static constexpr int tile_offset = 8;
@@ -283,6 +285,7 @@ struct PackedQ4_0 {
 // Computed with in packed/small.inl.
 struct PackedMXFP4 {
   struct F { static constexpr int bytes = 17; };
+  static constexpr const int8_t* table = kMxfp4Values;
   static constexpr int64_t bytes = 256;
   static constexpr bool has_min = false, has_fifth = false, is_tile_signed = true, is_halved = false;
   static constexpr int sum_steps = kNarrowSums ? 4 : 8;  // 4 * 2 * 24 * 127 fits in an int16

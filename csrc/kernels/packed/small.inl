@@ -23,6 +23,7 @@ namespace {
 constexpr ByteTable kIq4Signed(kIq4Values, 0);
 
 struct PackedIQ4NL {
+  static constexpr const int8_t* table = kIq4Values;
   struct F {
     static constexpr int bytes = 18, offset = kSignFlip;
     static constexpr bool is_signed = true;

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from ktransformers.cli.parsing.options import IDLE_WHEN_GREEDY
 from ktransformers.core import SamplingParams
 from ktransformers.errors import ConfigError
 from ktransformers.tokenizer.tokenizer import Tokenizer
@@ -44,7 +45,6 @@ _ELSEWHERE = {  # what other programs call it: where it is here
     "num_batch": "start with --chunk_size TOKENS",
     "repeat_penalty": "/set parameter repetition_penalty, which looks at the whole text",
 }
-_IDLE_WHEN_GREEDY = ("top_p", "top_k", "min_p", "seed")
 _THINKING_VARIABLES = ("enable_thinking", "thinking")  # of chat templates
 
 
@@ -75,7 +75,7 @@ class Settings:
             raise ConfigError(f"usage: /set parameter {name} VALUE; {name} is {self._spelled(name)}")
         self._chosen = replace(self._chosen, **{name: self._read(name, value)})
         said = f"{name} is {self._spelled(name)}"
-        if self._chosen.is_greedy and name in _IDLE_WHEN_GREEDY:
+        if self._chosen.is_greedy and name in IDLE_WHEN_GREEDY:
             said += ", which has no effect at temperature 0"
         return said
 

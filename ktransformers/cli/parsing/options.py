@@ -379,6 +379,8 @@ _SAMPLING: tuple[tuple[str, type, str], ...] = (
     ("repetition_penalty", float, "above 1: tokens that occurred become less likely"),
     ("seed", int, "make sampling repeatable"),
 )
+IDLE_WHEN_GREEDY = ("top_p", "top_k", "min_p", "seed")
+"""Fields of SamplingParams that mean nothing at temperature 0."""
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, *, has_seed: bool = True) -> None:
@@ -398,7 +400,7 @@ def sampling_params(args: argparse.Namespace, defaults: SamplingParams) -> Sampl
     """Return `defaults` with the values of the given sampling flags. Raises ConfigError for values out of range."""
     given = given_sampling(args)
     params = replace(defaults, **given)
-    idle = [f"--{name}" for name in ("top_p", "top_k", "min_p", "seed") if name in given]
+    idle = [f"--{name}" for name in IDLE_WHEN_GREEDY if name in given]
     if params.is_greedy and idle:
         _log.warning("%s: no effect at temperature 0; pass --temperature to sample", ", ".join(idle))
     return params

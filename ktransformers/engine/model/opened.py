@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktransformers.config import EngineConfig
+from ktransformers.core import RECOMMENDED_FIELDS
 from ktransformers.engine.model.assistant import (
     as_gemma4,
     assistant_gguf_names,
@@ -380,7 +381,7 @@ def _generation_defaults(opened: OpenedModel) -> dict[str, Any]:
         path = folder / "generation_config.json"
         why = wrong_start(path.read_bytes()) or f"cannot be used: {reason_of(error)}; mend it, or move it away"
         raise ConfigError(f"{path} {why}") from error
-    known = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "eos_token_id", "do_sample")
+    known = (*RECOMMENDED_FIELDS, "eos_token_id", "do_sample")
     return {name: values[name] for name in known if values.get(name) is not None}
 
 

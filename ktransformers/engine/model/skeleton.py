@@ -76,8 +76,7 @@ def _read_config_file(path: Path, trust_remote_code: bool) -> dict[str, Any]:
 
     Raises ConfigError for what would make transformers talk about its hub: no JSON, no known model_type.
     """
-    from transformers import __version__
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers import CONFIG_MAPPING, __version__
 
     data = path.read_bytes()
     try:
@@ -88,7 +87,7 @@ def _read_config_file(path: Path, trust_remote_code: bool) -> dict[str, Any]:
         raise ConfigError(f"{path} holds no JSON object; it is not a model's config")
     check_config_values(values, f"{path}:")
     model_type = values.get("model_type")
-    if isinstance(model_type, str) and (model_type in CONFIG_MAPPING_NAMES or model_type in OTHER_NAMES):
+    if isinstance(model_type, str) and (model_type in CONFIG_MAPPING or model_type in OTHER_NAMES):
         return values
     if "auto_map" in values:
         if trust_remote_code:
@@ -96,7 +95,7 @@ def _read_config_file(path: Path, trust_remote_code: bool) -> dict[str, Any]:
         raise ConfigError(f"{path}: the model needs Python code that comes with it; --trust_remote_code runs it")
     if not isinstance(model_type, str):
         raise ConfigError(f"{path} names no model_type, so it is not a model's config")
-    near = difflib.get_close_matches(model_type, CONFIG_MAPPING_NAMES, n=1)
+    near = difflib.get_close_matches(model_type, CONFIG_MAPPING, n=1)
     hint = f"did you mean {near[0]}?" if near else "a newer version may know it: pip install -U transformers"
     raise UnsupportedError(f"{path}: transformers {__version__} does not know model_type {model_type!r:.60}; {hint}")
 

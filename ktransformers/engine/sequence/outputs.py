@@ -7,7 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
-from ktransformers.core import FinishReason, GenerationStats, SamplingParams, TokenEvent, TokenLogprobs
+from ktransformers.core import (
+    RECOMMENDED_FIELDS,
+    FinishReason,
+    GenerationStats,
+    SamplingParams,
+    TokenEvent,
+    TokenLogprobs,
+)
 from ktransformers.engine.sampling.sampler import draw_seed
 from ktransformers.engine.sequence.keywords import sampling_with
 from ktransformers.engine.sequence.prompts import (
@@ -99,8 +106,9 @@ class RequestOutput:
 def default_sampling_params(generation_defaults: Mapping[str, Any], max_tokens: int | None) -> SamplingParams:
     """Return the sampling parameters that a model's generation config asks for, as `transformers` reads it: greedy
     unless it says otherwise."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    given = {name: generation_defaults[name] for name in names if generation_defaults.get(name) is not None}
+    given = {
+        name: generation_defaults[name] for name in RECOMMENDED_FIELDS if generation_defaults.get(name) is not None
+    }
     if not generation_defaults.get("do_sample", "temperature" in given):
         return SamplingParams(
             temperature=0.0, repetition_penalty=given.get("repetition_penalty", 1.0), max_tokens=max_tokens

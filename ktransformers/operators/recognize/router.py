@@ -68,8 +68,10 @@ def recognize_router(module: nn.Module) -> RouterSpec:
         raise NotRecognized("it is not one matrix")
     if child is not None and names != {"weight"}:
         raise NotRecognized("it has a matrix in a child, and more")
-    if not buffers <= {CHOICE_BIAS} or not names <= {"weight", "bias"} or len(weight) > _MOST_EXPERTS:
-        raise NotRecognized("it holds more than a weight and biases, or too many experts")
+    if others := (buffers - {CHOICE_BIAS}) | (names - {"weight", "bias"}):
+        raise NotRecognized(f"beside a weight and biases it holds {', '.join(sorted(others))}")
+    if len(weight) > _MOST_EXPERTS:
+        raise NotRecognized(f"it has more than {_MOST_EXPERTS} experts")
     experts, probe_inputs = len(weight), ProbeInputs()
     logits = probe_inputs.normal(_ROWS, experts, scale=2.0)
     logits[::2] *= 0.1  # where one expert has most of the score, groups rank alike by their best and their best two

@@ -19,7 +19,7 @@ from ktransformers.server.answers.forced import forced_calls, reason_of_refusal
 from ktransformers.server.answers.generations import run_generations
 from ktransformers.server.answers.one_call import OneCall
 from ktransformers.server.answers.prompts import template_kwargs
-from ktransformers.server.answers.requests import AnswerRequest, ChatRequest, Sampling, TextRequest
+from ktransformers.server.answers.requests import DEFAULTED, AnswerRequest, ChatRequest, Sampling, TextRequest
 from ktransformers.server.backend.base import GenerationRequest
 from ktransformers.server.service import Service
 from ktransformers.server.telemetry.request_metrics import RequestMetrics
@@ -27,18 +27,6 @@ from ktransformers.server.telemetry.traces import Answering, Operation
 from ktransformers.tokenizer import Tokenizer
 
 __all__ = ["PreparedRequest", "prepare"]
-
-_DRAWN = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "ignore_eos",
-)
-"""Fields of Sampling that fall back on the operator's and the model's own."""
 
 
 @dataclass(slots=True)
@@ -262,7 +250,7 @@ def _check(service: Service, asked: AnswerRequest, request: GenerationRequest) -
 
 def _params(service: Service, asked: Sampling) -> tuple[SamplingParams, int]:
     """Sampling as the request says, else as the operator does, else as the model's authors do; and the first seed."""
-    given = {name: getattr(asked, name) for name in _DRAWN if getattr(asked, name) is not None}
+    given = {name: getattr(asked, name) for name in (*DEFAULTED, "ignore_eos") if getattr(asked, name) is not None}
     params = replace(
         service.model.default_params,
         **{**service.config.sampling, **given},

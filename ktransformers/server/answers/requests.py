@@ -15,6 +15,7 @@ from ktransformers.core import Constraint
 from ktransformers.errors import ConfigError
 
 __all__ = [
+    "DEFAULTED",
     "MAX_ANSWERS",
     "AnswerRequest",
     "ChatRequest",
@@ -51,6 +52,13 @@ def count_answers(num_prompts: int, n: int) -> int:
 def derived_id(prefix: str, of: str, number: int, joint: str = "-") -> str:
     """Return a unique id that is always the same for part `number` of the object with the id `of`."""
     return f"{prefix}{joint}{hashlib.blake2b(f'{of}/{number}'.encode(), digest_size=16).hexdigest()}"
+
+
+DEFAULTED = (
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+"""Fields of Sampling about which tokens are drawn, which fall back on the operator's and the model's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -202,6 +202,10 @@ def _small_block(block: _Bytes, qtype: QuantType) -> list[tuple[_Int, np.float32
     if qtype == QuantType.Q1_0:  # 128 signs; activations have a scale for each 32
         signs = 2 * (block[2:, None] >> np.arange(8) & 1).astype(np.int32).reshape(4, 32) - 1
         return [(part, _half(block, 0), np.float32(0)) for part in signs]
+    if qtype in SUB_BLOCKS:
+        d, scales, values = SUB_BLOCKS[qtype](block)
+        parts = zip(scales, values, strict=True)
+        return [(scale * np.array(part, dtype=np.int32), d, np.float32(0)) for scale, part in parts]
     codes = np.concatenate([block[-16:] & 15, block[-16:] >> 4]).astype(np.int32)
     if qtype == QuantType.MXFP4:  # the table holds twice the values, so the exponent's bias is 128
         table = np.array(quants.MXFP4.kvalues, dtype=np.int32)
@@ -213,8 +217,10 @@ def _small_block(block: _Bytes, qtype: QuantType) -> list[tuple[_Int, np.float32
         QuantType.Q8_0: lambda: block[2:].view(np.int8).astype(np.int32),
         QuantType.Q4_0: lambda: codes - 8,
         QuantType.Q5_0: lambda: codes - 16,
+        QuantType.Q4_1: lambda: codes,
+        QuantType.Q5_1: lambda: codes,
         QuantType.IQ4_NL: lambda: np.array(quants.IQ4_NL.kvalues, dtype=np.int32)[codes],
-    }.get(qtype, lambda: codes)()
+    }[qtype]()
     return [(weights, _half(block, 0), offset)]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from ktransformers.server.api.anthropic.errors import THREAD_CODE
 from ktransformers.server.api.draft_fields import DRAFT_FIELDS
+from ktransformers.server.api.sampler_fields import SAMPLER_FIELDS
 from ktransformers.server.http.fields import FieldTable, hint, honour, mapped, refuse, within
 
 __all__ = ["TABLE"]
@@ -19,7 +20,7 @@ def _stops(value: Any) -> Mapping[str, Any]:
 _CLEAR_NOTHING = {"type": "clear_thinking_20251015", "keep": "all"}
 
 TABLE: FieldTable = {
-    **dict.fromkeys(("model", "messages", "max_tokens", "temperature", "top_p", "top_k"), honour()),
+    **dict.fromkeys(("model", "messages", "max_tokens", "temperature", "top_p"), honour()),
     "system": honour([]),
     "stream": honour(),
     "stop_sequences": honour([]),
@@ -32,7 +33,6 @@ TABLE: FieldTable = {
     # Extensions.
     **dict.fromkeys(
         (
-            "min_p",
             "repetition_penalty",
             "presence_penalty",
             "frequency_penalty",
@@ -47,6 +47,7 @@ TABLE: FieldTable = {
         honour(),
     ),
     "parallel_tool_calls": honour(True),
+    **SAMPLER_FIELDS,
     **DRAFT_FIELDS,
     # Who asks and for what, how fast, where, for whose money, and what may be kept: nothing about the answer.
     **dict.fromkeys(

@@ -338,8 +338,7 @@ def read_chat(body: MessagesBody, reading: Reading) -> ChatRequest:
     sampling = Sampling(
         temperature=0.0 if is_greedy else body.temperature,
         top_p=None if is_greedy else body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
+        **body.cuts,
         repetition_penalty=body.repetition_penalty,
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,

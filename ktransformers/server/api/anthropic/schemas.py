@@ -22,6 +22,7 @@ from pydantic import (
 
 from ktransformers.server.answers.tool_choices import read_choice
 from ktransformers.server.api.draft_fields import DraftFields
+from ktransformers.server.api.sampler_fields import SamplerFields
 from ktransformers.server.api.whole_numbers import Whole
 
 __all__ = [
@@ -378,7 +379,7 @@ class ConversationBody(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class MessagesBody(ConversationBody, DraftFields):
+class MessagesBody(ConversationBody, DraftFields, SamplerFields):
     """The body of POST /v1/messages. max_tokens 0 computes the prompt into the cache, and answers nothing."""
 
     max_tokens: Annotated[Whole, Field(ge=0, lt=1 << 31)]
@@ -386,9 +387,7 @@ class MessagesBody(ConversationBody, DraftFields):
     stop_sequences: Annotated[list[str], Field(max_length=_MAX_STOPS, fail_fast=True)] | None = None
     temperature: Annotated[FiniteFloat, Field(ge=0, le=100)] | None = None
     top_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[Whole, Field(ge=-1, lt=1 << 31)] | None = None
     # Extensions.
-    min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[FiniteFloat, Field(ge=1e-3, le=1e3)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None

@@ -5,6 +5,7 @@ model.
 from __future__ import annotations
 
 from ktransformers.server.api.draft_fields import DRAFT_FIELDS
+from ktransformers.server.api.sampler_fields import SAMPLER_FIELDS
 from ktransformers.server.http.fields import FieldTable, hint, honour, mapped, refuse, within, without_effect
 
 __all__ = ["CHAT", "EMBED", "EMBED_ONE", "GENERATE", "OPTIONS", "PULL", "SHOW"]
@@ -13,9 +14,8 @@ OPTIONS: FieldTable = {
     "num_predict": honour(),
     "num_ctx": honour(),
     "temperature": honour(),
-    "top_k": honour(),
     "top_p": honour(),
-    "min_p": honour(),
+    **SAMPLER_FIELDS,
     "seed": honour(),
     "stop": honour(),
     "repeat_penalty": honour(),

@@ -181,8 +181,7 @@ def _sampling(service: Service, body: AnswerBody, ignored: list[str]) -> Samplin
     return Sampling(
         temperature=0.0 if is_greedy else options.temperature,
         top_p=None if is_greedy else options.top_p,
-        top_k=options.top_k,
-        min_p=options.min_p,
+        **options.cuts,
         repetition_penalty=repetition,
         presence_penalty=presence,
         frequency_penalty=frequency,

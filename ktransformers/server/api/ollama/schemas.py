@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, model_validator
 
 from ktransformers.server.api.draft_fields import DraftFields
+from ktransformers.server.api.sampler_fields import SamplerFields
 from ktransformers.server.api.whole_numbers import Whole
 
 __all__ = [
@@ -99,15 +100,13 @@ class _Model(BaseModel):
         return {name: one for name, one in data.items() if one is not None} if isinstance(data, dict) else data
 
 
-class Options(_Body, DraftFields):
+class Options(_Body, DraftFields, SamplerFields):
     """Options of how the answer is drawn. num_predict: most tokens of it; 0 and less: to the end of the context."""
 
     num_predict: Annotated[Whole, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     num_ctx: Annotated[Whole, Field(ge=0, lt=1 << 31)] | None = None
     temperature: Annotated[FiniteFloat, Field(ge=0, le=100)] | None = None
-    top_k: Annotated[Whole, Field(ge=-1, lt=1 << 31)] | None = None
     top_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
-    min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
     seed: Annotated[Whole, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
     stop: Annotated[list[str], BeforeValidator(_stops)] | None = None
     repeat_penalty: Annotated[FiniteFloat, Field(ge=1e-3, le=1e3)] | None = None

@@ -12,6 +12,7 @@ from typing import Any
 
 from ktransformers.errors import FieldError
 from ktransformers.server.api.draft_fields import DRAFT_FIELDS
+from ktransformers.server.api.sampler_fields import SAMPLER_FIELDS
 from ktransformers.server.http.fields import FieldRule, FieldTable, hint, honour, inside, mapped, refuse, without_effect
 
 __all__ = [
@@ -125,8 +126,7 @@ GENERATION_FIELDS: FieldTable = {
     "n": honour(),
     "temperature": honour(),
     "top_p": honour(),
-    "top_k": honour(),
-    "min_p": honour(),
+    **SAMPLER_FIELDS,
     "stop": honour("", [], [""]),
     "seed": honour(),
     "logit_bias": honour({}),

@@ -176,8 +176,7 @@ def _sampling(fields: GenerationFields, max_tokens: int | None, **more: int | No
     return Sampling(
         temperature=0.0 if is_greedy else fields.temperature,
         top_p=1.0 if is_greedy else fields.top_p,
-        top_k=fields.top_k,
-        min_p=fields.min_p,
+        **fields.cuts,
         repetition_penalty=fields.repetition_penalty,
         presence_penalty=fields.presence_penalty,
         frequency_penalty=fields.frequency_penalty,

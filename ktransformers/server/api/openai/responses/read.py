@@ -160,8 +160,7 @@ class Exchange:
         return Sampling(
             temperature=body.temperature,
             top_p=body.top_p,
-            top_k=body.top_k,
-            min_p=body.min_p,
+            **body.cuts,
             repetition_penalty=body.repetition_penalty,
             presence_penalty=body.presence_penalty,
             frequency_penalty=body.frequency_penalty,

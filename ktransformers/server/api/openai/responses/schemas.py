@@ -10,6 +10,7 @@ from ktransformers.server.answers.tool_choices import read_choice
 from ktransformers.server.api.openai.constraint_fields import ConstraintFields
 from ktransformers.server.api.openai.schemas.base import Seconds, Stop, UnicodeText
 from ktransformers.server.api.openai.schemas.prediction import PredictionFields
+from ktransformers.server.api.sampler_fields import SamplerFields
 
 __all__ = ["Reasoning", "ResponsesBody", "TextSettings"]
 
@@ -82,7 +83,7 @@ def _as_choice(value: Any) -> Any:
     return {"type": "custom" if asked.is_custom else "function", "name": asked.name}
 
 
-class ResponsesBody(ConstraintFields, PredictionFields):
+class ResponsesBody(ConstraintFields, PredictionFields, SamplerFields):
     """The body of POST /v1/responses. input: a text, or items: the whole conversation, or what follows
     previous_response_id.
     """
@@ -120,8 +121,6 @@ class ResponsesBody(ConstraintFields, PredictionFields):
     prompt_cache_key: str | None = None
     service_tier: str | None = None
     # Extensions, as in chat completions.
-    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
-    min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[FiniteFloat, Field(ge=1e-3, le=1e3)] | None = None
     presence_penalty: Annotated[FiniteFloat, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[FiniteFloat, Field(ge=-2, le=2)] | None = None

@@ -19,6 +19,7 @@ from ktransformers.server.api.openai.schemas.base import (
     quick_ids,
 )
 from ktransformers.server.api.openai.schemas.prediction import PredictionFields
+from ktransformers.server.api.sampler_fields import SamplerFields
 from ktransformers.server.api.whole_numbers import Whole
 
 __all__ = ["GenerationFields", "StreamOptions"]
@@ -35,7 +36,7 @@ class StreamOptions(History):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationFields(Body, ConstraintFields, PredictionFields):
+class GenerationFields(Body, ConstraintFields, PredictionFields, SamplerFields):
     """The fields that chat and text completions share. Values that change nothing are gone before (fields.py).
 
     truncate_prompt_tokens: of longer prompts this much is left; -1: what leaves room for an answer. Conversations lose
@@ -57,8 +58,6 @@ class GenerationFields(Body, ConstraintFields, PredictionFields):
     frequency_penalty: Annotated[FiniteFloat, Field(ge=-2, le=2)] | None = None
     max_tokens: Annotated[Whole, Field(ge=0, lt=1 << 31)] | None = None
     # Extensions.
-    top_k: Annotated[Whole, Field(ge=-1, lt=1 << 31)] | None = None
-    min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[FiniteFloat, Field(ge=1e-3, le=1e3)] | None = None
     min_tokens: Annotated[Whole, Field(ge=0, lt=1 << 31)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
