@@ -282,10 +282,10 @@ template <class P> inline void store_grid_part(const GridReads<P>& reads, const 
   }
 }
 
-template <class P> inline void store_grid(const uint8_t* p, GridBytes& st, bool in_stream) {
+template <class P> inline void store_grid(const uint8_t* p, GridBytes& st) {
   const GridReads<P> reads(p);
   for (int s = 0; s < 8; ++s) {
-    if (in_stream) prefetch_part<P>(p, s);
+    prefetch_part<P>(p, s);
     store_grid_part<P>(reads, p, s, st);
   }
 }
@@ -351,7 +351,7 @@ template <class P> void grid_narrow_tile(const TileArgs& a) {
   const uint8_t* p = first_block<P>(a.packed, blocks);
   GridBytes st;
   for (int64_t b = 0; b < blocks; ++b, p += P::bytes) {
-    store_grid<P>(p, st, true);
+    store_grid<P>(p, st);
     stored_tokens<P, kGridTokens>(a, st, mul(block_d(a.packed, b), set1(P::spec.factor)), b, 0);
   }
 }

@@ -140,7 +140,7 @@ def _add_speculative_flags(group: argparse._ActionsContainer, config: EngineConf
         type=user_path,
         metavar="MODEL",
         help="a smaller model with the same tokens, from which draft tokens come: a GGUF file, a folder, or the name "
-        "of a model in the hub's cache; it runs on the CPU",
+        "of a model in the hub's cache; or Gemma 4's assistant",
     )
     group.add_argument(
         "--speculative_tokens",
@@ -245,6 +245,14 @@ def add_plan_flags(group: argparse._ActionsContainer) -> None:
         "fp32 on the CPU, bf16 on GPUs (%(default)s)",
     )
     group.add_argument("--cpu_quant", metavar="TYPE", help=f"quantize experts to {', '.join(CPU_QUANT_TYPES)}")
+    _add_gpu_flags(group, config)
+    group.add_argument("--strict", action="store_true", help="a rule that matches nothing is an error")
+    group.add_argument("--trust_remote_code", action="store_true", help="run Python files that come with the model")
+    group.add_argument("--trust_rules", action="store_true", help="import classes of your own that a rule file names")
+    _add_speculative_flags(group, config)
+
+
+def _add_gpu_flags(group: argparse._ActionsContainer, config: EngineConfig) -> None:
     group.add_argument(
         "--gpu_memory",
         type=float,
@@ -279,10 +287,6 @@ def add_plan_flags(group: argparse._ActionsContainer) -> None:
         help="what queries and keys are multiplied in; bf16: the type of activations; kv: that of --kv_type, bf16 on "
         "the CPU, int8 or fp8 in prefill on a GPU (%(default)s)",
     )
-    group.add_argument("--strict", action="store_true", help="a rule that matches nothing is an error")
-    group.add_argument("--trust_remote_code", action="store_true", help="run Python files that come with the model")
-    group.add_argument("--trust_rules", action="store_true", help="import classes of your own that a rule file names")
-    _add_speculative_flags(group, config)
 
 
 def add_template_flags(group: argparse._ActionsContainer) -> None:
