@@ -306,7 +306,7 @@ class EngineConfig:
     cpu_bf16: str = CPU_BF16S[0]
     gpu_memory: float = 0.0
     hot_experts: str = HOT_EXPERTS[0]
-    lend_slots: bool = False
+    lend_slots: bool = True
     strict: bool = False
     trust_remote_code: bool = False
     trust_rules: bool = False

@@ -271,7 +271,7 @@ def _add_gpu_flags(group: argparse._ActionsContainer, config: EngineConfig) -> N
         group,
         "lend_slots",
         default=config.lend_slots,
-        help="these slots lend memory to long prompts, for steps of up to four times --chunk_size (off)",
+        help="these slots lend memory to long prompts, for steps of up to four times --chunk_size (on)",
     )
     add_toggle(group, "use_cuda", default=None, help="place modules on GPUs where rules say cuda (on if there are any)")
     group.add_argument(
