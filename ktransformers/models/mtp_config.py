@@ -43,6 +43,7 @@ class MtpFamily:
 _USUAL = MtpFamily()
 _FAMILIES: Mapping[str, MtpFamily] = {
     "deepseek_v32": MtpFamily(layer_type=_INDEXED),
+    "exaone4": MtpFamily(layer_type=_SLIDING),
     "exaone_moe": MtpFamily(layer_type=_SLIDING),
     "glm_moe_dsa": MtpFamily(layer_type=_INDEXED),
     "longcat_flash": MtpFamily(why_not="it has one attention and no experts, unlike the model's own layers"),
