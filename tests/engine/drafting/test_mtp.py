@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ from transformers import AutoModelForCausalLM
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.load.builder import build_engine, plan_model
-from ktransformers.errors import UnsupportedError
+from ktransformers.engine.model.opened import config_of_model
+from ktransformers.errors import FormatError, UnsupportedError
 from ktransformers.operators.layers.native_stack import NativeStack
 from ktransformers.operators.layers.traced import layer_list
+from ktransformers.weights.gguf.file import GGUFModel, open_gguf
 from tests.support.engines.drafter_steps import draft_in_every_step, runner_of
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.engines.mtp_engines import Watched, check_drafts, check_engine, engine_of, loop_of
@@ -62,6 +65,17 @@ def test_drafts_are_those_of_transformers_from_a_gguf(
     tiny = tiny_mtp(model_type)
     with engine_of(write_mtp_gguf(tiny, tmp_path / "tiny.gguf")) as engine:
         check_engine(engine, tiny, monkeypatch)
+
+
+def test_a_gguf_that_counts_it_among_the_models_own_layers_is_refused(tmp_path: Path) -> None:
+    """Which would run it as its last one, and answer wrongly."""
+    opened = open_gguf(write_mtp_gguf(tiny_mtp("glm4_moe"), tmp_path / "tiny.gguf"))
+    (file,) = opened.files
+    key = "glm4moe.nextn_predict_layers"
+    assert file.metadata[key] == 1
+    for metadata in ({**file.metadata, key: 0}, {k: v for k, v in file.metadata.items() if k != key}):
+        with pytest.raises(FormatError, match=r"blk\.2\.nextn\..* one of the model's own 3; .* is wrong or missing"):
+            config_of_model(GGUFModel([replace(file, metadata=metadata)]))
 
 
 def test_drafts_of_a_layer_without_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
