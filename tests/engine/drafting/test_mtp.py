@@ -17,7 +17,8 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.load.builder import build_engine, plan_model
 from ktransformers.engine.model.opened import config_of_model
-from ktransformers.errors import FormatError, UnsupportedError
+from ktransformers.errors import ConfigError, FormatError, UnsupportedError
+from ktransformers.models.mtp_config import mtp_layer_types
 from ktransformers.operators.layers.native_stack import NativeStack
 from ktransformers.operators.layers.traced import layer_list
 from ktransformers.weights.gguf.file import GGUFModel, open_gguf
@@ -122,6 +123,15 @@ def test_a_model_without_one_is_refused(tmp_path: Path) -> None:
     folder = write_safetensors(tiny_model("glm4_moe"), tmp_path)
     with pytest.raises(UnsupportedError, match=r"--speculative mtp: .*\(glm4_moe\) hold none, or one of a kind"):
         build_engine(EngineConfig(model_path=folder, cpu_infer=1, speculative="mtp"))
+
+
+@pytest.mark.parametrize("name", ["mtp_layer_types", "mtp_layers_block_type"])
+@pytest.mark.parametrize("value", [3, "full_attention", [1], {"a": 1}])
+def test_a_config_that_names_no_kinds_of_layers_is_refused(name: str, value: object) -> None:
+    config = tiny_model("glm4_moe").config
+    setattr(config, name, value)
+    with pytest.raises(ConfigError, match=f"config says {name} .*; a list of names is needed"):
+        mtp_layer_types(config)
 
 
 def test_transformers_opens_a_model_with_one(tmp_path: Path) -> None:
