@@ -65,6 +65,9 @@ def config_from_gguf(
     return config
 
 
+_DRAFTING = re.compile(r"blk\.(\d{1,9})\.nextn\.")
+
+
 def _common(gguf: Metadata) -> Values:
     embedding = gguf.shapes.get("token_embd.weight")
     if embedding is None or len(embedding) != 2:
@@ -75,6 +78,12 @@ def _common(gguf: Metadata) -> Values:
     blocks = {int(match[1]) for name in gguf.shapes if (match := re.match(r"blk\.(\d{1,9})\.", name))}
     if not 0 < layers <= len(blocks) or not set(range(layers)) <= blocks:
         raise FormatError(f"the metadata say {layers} layers, but the file has tensors of {len(blocks)}")
+    drafting = next((name for name in gguf.shapes if (match := _DRAFTING.match(name)) and int(match[1]) < layers), None)
+    if drafting is not None:
+        raise FormatError(
+            f"{drafting} is of a layer for multi-token prediction, and the metadata say that it is one of the model's "
+            f"own {layers}; {gguf.arch}.nextn_predict_layers is wrong or missing"
+        )
     hidden = gguf.int("embedding_length")
     if hidden != embedding[1]:
         raise FormatError(f"{gguf.arch}.embedding_length is {hidden}, but token_embd.weight is {embedding[1]} wide")

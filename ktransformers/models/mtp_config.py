@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ktransformers.errors import ConfigError
 from ktransformers.models.composite import text_config_of
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class MtpFamily:
 _USUAL = MtpFamily()
 _FAMILIES: Mapping[str, MtpFamily] = {
     "deepseek_v32": MtpFamily(layer_type=_INDEXED),
+    "exaone4": MtpFamily(layer_type=_SLIDING),
     "exaone_moe": MtpFamily(layer_type=_SLIDING),
     "glm_moe_dsa": MtpFamily(layer_type=_INDEXED),
     "longcat_flash": MtpFamily(why_not="it has one attention and no experts, unlike the model's own layers"),
@@ -60,16 +62,21 @@ def mtp_family(model_type: str) -> MtpFamily:
 
 def mtp_layer_types(config: PretrainedConfig, index: int = 0) -> list[str]:
     """Return the types of the decoder layers that layer `index` for multi-token prediction is made of: one, but in
-    families whose decoder layers hold attention or a feed-forward block."""
+    families whose decoder layers hold attention or a feed-forward block. Raises ConfigError."""
     text = text_config_of(config)
-    blocks: list[str] | None = getattr(text, "mtp_layers_block_type", None)
-    if blocks:
-        return list(blocks)
-    told: list[str] | None = getattr(text, "mtp_layer_types", None)
-    if told:
+    if blocks := _names(text, "mtp_layers_block_type"):
+        return blocks
+    if told := _names(text, "mtp_layer_types"):
         return [told[min(index, len(told) - 1)]]
     usual = mtp_family(str(text.model_type)).layer_type
     return [usual if usual in (getattr(text, "layer_types", None) or ()) else _FULL]
+
+
+def _names(config: PretrainedConfig, field_name: str) -> list[str]:
+    value: object = getattr(config, field_name, None) or []
+    if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
+        raise ConfigError(f"the model's config says {field_name} {value!r:.60}; a list of names is needed")
+    return [str(one) for one in value]
 
 
 def mtp_config(config: PretrainedConfig, *, has_experts: bool, index: int = 0) -> PretrainedConfig:

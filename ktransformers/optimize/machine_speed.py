@@ -21,6 +21,7 @@ from ktransformers import __version__
 from ktransformers.kernels.formats import FORMATS
 from ktransformers.system.cores import allowed_cpus, cpu_quota
 from ktransformers.system.cpu_names import cpu_name
+from ktransformers.system.user_files import replace_own
 from ktransformers.system.user_folders import user_cache_dir
 
 __all__ = [
@@ -282,13 +283,9 @@ class SpeedFile:
 
     def write(self, speed: MachineSpeed) -> bool:
         """Write measured speeds to the file. A folder that cannot be written to is one logged line, and False."""
-        temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
         data = msgspec.json.format(msgspec.json.encode(_Held(self._key, speed)), indent=1)
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.write(data)
-            temporary.replace(self.path)
+            replace_own(self.path, data)
         except OSError as error:
             logger.warning("%s cannot be written (%s): the measurement is forgotten", self.path, error)
             return False

@@ -22,6 +22,7 @@ __all__ = [
     "cpu_quota",
     "describe_quota",
     "describe_threads",
+    "listed_cpus",
     "parse_cpu_list",
     "physical_cores",
     "slow_cpus",
@@ -64,6 +65,14 @@ def parse_cpu_list(text: str) -> list[int]:
     return sorted(numbers)
 
 
+def listed_cpus(path: Path) -> list[int]:
+    """Return the numbers in a list that the system keeps in a file; none of one that is missing or malformed."""
+    try:
+        return parse_cpu_list(_text(path))
+    except ValueError:
+        return []
+
+
 def count_cores(cpus: Collection[int], root: Path = ROOT) -> int:
     """Count the cores that CPUs belong to: hyper-threads count once, those of which nothing is known singly."""
     folder = root / "sys/devices/system/cpu"
@@ -85,10 +94,7 @@ def slow_cpus(allowed: Collection[int], root: Path = ROOT) -> frozenset[int]:
     Intel's processors list them. Of others the capacity tells (Arm), or the highest clock (Zen 4c and 5c beside Zen 4
     and 5): less than three quarters of the greatest. A file that is missing or malformed tells nothing.
     """
-    try:
-        listed = set(parse_cpu_list(_text(root / "sys/devices/cpu_atom/cpus"))) & set(allowed)
-    except ValueError:
-        listed = set()
+    listed = set(listed_cpus(root / "sys/devices/cpu_atom/cpus")) & set(allowed)
     slow = (
         listed
         or _below_the_best(allowed, root, "cpu_capacity")

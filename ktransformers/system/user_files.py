@@ -6,13 +6,24 @@ a key: it must belong to this user, and to nobody else.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import stat
 from pathlib import Path
 
 from ktransformers.errors import ConfigError, reason_of
 
-__all__ = ["WrongFileError", "check_own_folder", "file_kind", "open_named", "open_own", "read_named", "read_own"]
+__all__ = [
+    "WrongFileError",
+    "check_own_folder",
+    "file_kind",
+    "open_named",
+    "open_own",
+    "read_named",
+    "read_own",
+    "replace_own",
+]
 
 
 class WrongFileError(OSError):
@@ -109,6 +120,23 @@ def read_own(path: Path, is_secret: bool = False) -> bytes:
     """Return the bytes of a file that this program has made. Raises OSError, see open_own."""
     with open(open_own(path, is_secret), "rb") as file:
         return file.read()
+
+
+def replace_own(path: Path, data: bytes) -> None:
+    """Write a file that can be made again, in folders of the user's alone that are made where they are missing.
+
+    Readers find what was there before or all of `data`. Raises OSError, and leaves nothing behind then.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    new = path.with_suffix(f".{secrets.token_hex(4)}.new")
+    try:
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(data)
+        new.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            new.unlink()
+        raise
 
 
 def _checked(fd: int, path: Path) -> int:

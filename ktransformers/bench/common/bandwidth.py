@@ -23,6 +23,7 @@ from ktransformers.errors import KTransformersError
 from ktransformers.kernels.cpu import WorkerPool, limits
 from ktransformers.system.cores import allowed_cpus, cpu_quota
 from ktransformers.system.cpu_names import cpu_name
+from ktransformers.system.user_files import replace_own
 from ktransformers.system.user_folders import user_cache_dir
 
 __all__ = ["BandwidthFile", "bandwidths", "measure_gpu", "measure_ram"]
@@ -88,11 +89,8 @@ class BandwidthFile:
         before = self.read()
         if before is not None and before >= rate:
             return before
-        temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps({"key": self._key, "bytes_per_s": rate}), encoding="utf-8")
-            temporary.replace(self.path)
+            replace_own(self.path, json.dumps({"key": self._key, "bytes_per_s": rate}).encode())
         except OSError as error:
             logger.debug("%s cannot be written (%s): bandwidth will be measured every time", self.path, error)
         return rate

@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from ktransformers.cli.parsing.draft_flags import NO_JSON, OTHER_DRAFTERS, SpeculativeWords, speculative_words
+from ktransformers.cli.parsing.draft_flags import (
+    NO_JSON,
+    OTHER_DRAFTERS,
+    SpeculativeWords,
+    spec_type_words,
+    speculative_words,
+)
 
 __all__ = ["BY_NAME", "FOREIGN_FLAGS", "MODEL", "ForeignFlag"]
 
@@ -319,34 +325,44 @@ _SERVER = (
 )  # fmt: skip
 
 _NGRAM = "--speculative=ngram"
-_NGRAM_TYPES = "ngram-simple ngram-map-k ngram-map-k4v ngram-mod ngram-cache"
 _MATCHES = (
     "matches of 2 to 16 tokens are looked for, and how many draft tokens pay is found out; --speculative_tokens "
     "limits them"
 )
 
+_OF_NGRAMS = " ".join(
+    [f"--spec_ngram_mod_{name}" for name in ("n_match", "n_min", "n_max")]
+    + [f"--spec_ngram_{kind}{name}" for kind in ("", "simple_", "map_k_", "map_k4v_")
+       for name in ("size_n", "size_m", "min_hits")]
+)  # fmt: skip
+_GOES_BY_ITSELF = "a draft model goes to the GPU of the model's last layer if that has room, else to the CPU"
+
 _SPECULATIVE = (
     _alias("--draft_max --draft --draft_n --spec_draft_n_max --num_speculative_tokens --num_draft_tokens "
            "--speculative_num_draft_tokens", "--speculative_tokens", **{"0": "--speculative=off"}),
-    _choice("--draft_min --draft_n_min --draft_p_min --spec_draft_n_min --spec_draft_p_min --spec_ngram_size_n "
-            "--spec_ngram_size_m --spec_ngram_min_hits --ngram_prompt_lookup_max --ngram_prompt_lookup_min "
+    _choice(f"{_OF_NGRAMS} --draft_min --draft_n_min --draft_p_min --draft_p_split --spec_draft_n_min "
+            "--spec_draft_p_min --spec_draft_p_split --ngram_prompt_lookup_max --ngram_prompt_lookup_min "
             "--speculative_ngram_min_match_window_size --speculative_ngram_max_match_window_size "
             "--speculative_ngram_min_bfs_breadth --speculative_ngram_max_bfs_breadth --speculative_ngram_match_type "
             "--speculative_ngram_branch_length --speculative_ngram_capacity --speculative_num_steps",
             "--speculative_tokens", {ANY: ""}, "", _MATCHES),
-    _choice("--spec_type", "--speculative",
-            {"none": "--speculative=off", "draft": "--speculative=draft", "draft-simple": "--speculative=draft",
-             "mtp": "--speculative=mtp", "draft-mtp": "--speculative=mtp"}
-            | dict.fromkeys(_NGRAM_TYPES.split(), _NGRAM), OTHER_DRAFTERS),
+    ForeignFlag(("--spec_type",), "--speculative", error=OTHER_DRAFTERS, read=spec_type_words),
+    _switch("--spec_default", "--speculative", _NGRAM),
     _choice("--speculative_algorithm --speculative_algo", "--speculative",
             {"ngram": _NGRAM, "standalone": "--speculative=draft", "nextn": "--speculative=mtp"}, OTHER_DRAFTERS),
     _choice("--speculative_model", "--draft_model", {"[ngram]": _NGRAM, ANY: "--draft_model={}"}, ""),
-    _alias("--model_draft -md --hf_repo_draft -hfd -hfrd --speculative_draft_model_path --speculative_draft_model",
-           "--draft_model"),
-    _choice("--n_gpu_layers_draft -ngld --gpu_layers_draft --device_draft -devd", "--draft_model", {ANY: ""}, "",
-            "a draft model goes to the GPU of the model's last layer if that has room, else to the CPU"),
+    _alias("--model_draft -md --spec_draft_model --hf_repo_draft -hfd -hfrd --spec_draft_hf "
+           "--speculative_draft_model_path --speculative_draft_model", "--draft_model"),
+    _choice("--n_gpu_layers_draft -ngld --gpu_layers_draft --spec_draft_ngl --device_draft -devd --spec_draft_device "
+            "--n_cpu_moe_draft -ncmoed --spec_draft_n_cpu_moe --spec_draft_ncmoe", "--draft_model", {ANY: ""}, "",
+            _GOES_BY_ITSELF),
+    _switch("--cpu_moe_draft -cmoed --spec_draft_cpu_moe", "--draft_model", "", _GOES_BY_ITSELF),
     _choice("--ctx_size_draft -cd", "--draft_model", {ANY: ""}, "",
             "a draft model's cache has as many tokens as the model's: --cache_lens"),
+    _choice("--cache_type_k_draft -ctkd --spec_draft_type_k --cache_type_v_draft -ctvd --spec_draft_type_v",
+            "--draft_model", {ANY: ""}, "", "a draft model keeps its keys and values in the type that is usual here"),
+    _choice("--threads_draft -td --spec_draft_threads --threads_batch_draft -tbd --spec_draft_threads_batch",
+            "--draft_model", {ANY: ""}, "", "a draft model runs on the model's threads: --cpu_infer"),
     _choice("--speculative_eagle_topk", "--speculative_tokens", {"1": ""},
             "draft tokens are one sequence here, not a tree; leave it out, or give 1",
             "draft tokens are one sequence here, not a tree"),

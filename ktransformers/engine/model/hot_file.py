@@ -8,8 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ktransformers.engine.model.fingerprint import ModelDigests
+from ktransformers.system.user_files import replace_own
 from ktransformers.system.user_folders import user_cache_dir
 
 __all__ = ["HotFile"]
@@ -42,7 +41,10 @@ class HotFile:
     @staticmethod
     def has_any() -> bool:
         """Whether there is such a file of any model: without, nobody has to know which model this is."""
-        return any((user_cache_dir() / _FOLDER).glob("*.json"))
+        try:
+            return any((user_cache_dir() / _FOLDER).glob("*.json"))
+        except OSError:  # a home of another user, say: no file that can be read is there
+            return False
 
     def read(self) -> dict[int, Floats]:
         """Return what the file holds; nothing, with one line in the log, for one that is of something else or
@@ -66,11 +68,8 @@ class HotFile:
         """Keep `scores` in the file, in the place of those of the same layers; where that cannot be, one line says
         so."""
         merged = {layer: each.round(_DIGITS).tolist() for layer, each in {**self.read(), **scores}.items()}
-        temporary = self.path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps({"format": _FORMAT, "model": self._model, "scores": merged}))
-            temporary.replace(self.path)
+            held = {"format": _FORMAT, "model": self._model, "scores": merged}
+            replace_own(self.path, json.dumps(held).encode())
         except OSError as error:
             logger.info("%s cannot be written (%s): which experts are hot is learned at every start", self.path, error)
-            temporary.unlink(missing_ok=True)

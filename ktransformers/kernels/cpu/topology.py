@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ktransformers.system.cores import ROOT, allowed_cpus, count_cores, parse_cpu_list, slow_cpus
+from ktransformers.system.cores import ROOT, allowed_cpus, count_cores, listed_cpus, slow_cpus
 
 __all__ = ["ThreadPlace", "thread_places"]
 
@@ -30,17 +30,10 @@ class ThreadPlace:
     is_slow: bool = False
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
-
 def _nodes(root: Path, allowed: Collection[int]) -> list[list[int]]:
     """The CPUs of every node that has any that may be used."""
     folders = sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=lambda folder: int(folder.name[4:]))
-    listed = (sorted(set(parse_cpu_list(_read(folder / "cpulist"))) & set(allowed)) for folder in folders)
+    listed = (sorted(set(listed_cpus(folder / "cpulist")) & set(allowed)) for folder in folders)
     return [cpus for cpus in listed if cpus] or [sorted(allowed)]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -21,6 +20,7 @@ from ktransformers.kernels.cpu import MoeKernel
 from ktransformers.operators.device import STREAM_ROWS
 from ktransformers.operators.experts.split import NEVER, CpuRate, PrefillRates, threshold_of
 from ktransformers.operators.experts.streamed import ExpertPrefill
+from ktransformers.system.user_files import replace_own
 from ktransformers.system.user_folders import user_cache_dir
 
 __all__ = ["CpuTimer", "RatesFile", "calibrate", "describe_rates", "measure_rates"]
@@ -119,11 +119,8 @@ class RatesFile:
     def write(self, rates: PrefillRates) -> None:
         """Write rates to the file; a folder that cannot be written to is one logged line."""
         text = json.dumps({"key": self._key, "rates": asdict(rates)})
-        temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(text)
-            temporary.replace(self.path)
+            replace_own(self.path, text.encode())
         except OSError as error:
             logger.info("%s cannot be written (%s): rates will be measured at every start", self.path, error)
 

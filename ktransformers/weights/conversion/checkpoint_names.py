@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import Concatenate, Transpose, WeightConverter, WeightRenaming, rename_source_key
+from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -66,7 +67,10 @@ class CheckpointNames:
     """
 
     def __init__(self, model_type: str, stored: Iterable[str], composite_type: str | None = None):
-        tables = [_Table(kind) for kind in (composite_type, model_type) if kind is not None]
+        if composite_type is None:
+            tables = [_Table(model_type, model_type_to_module_name(model_type))]
+        else:
+            tables = [_Table(composite_type), _Table(model_type)]
         converters = [converter for table in tables for converter in table.converters]
         self.plain: dict[str, str] = {}
         self.experts: dict[tuple[str, str], dict[int, str]] = {}
@@ -134,12 +138,13 @@ class CheckpointNames:
 
 
 class _Table:
-    """What transformers has to say about the names of one model type."""
+    """What transformers has to say about the names of one model type, or if that is nothing, of the other one: text
+    models are published alone, too, in the names of the models for images and text that they are of."""
 
-    def __init__(self, model_type: str):
+    def __init__(self, model_type: str, other_type: str | None = None):
         classes = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
         own = (names.get(model_type) for names in classes)
-        kinds = (*own, model_type, MODEL_MAPPING_NAMES.get(model_type))  # a class's own come first
+        kinds = (*own, model_type, MODEL_MAPPING_NAMES.get(model_type), other_type)  # a class's own come first
         found = (get_checkpoint_conversion_mapping(kind) for kind in kinds if kind is not None)
         transforms: list[Any] = next((mapping for mapping in found if mapping is not None), [])
         transforms = [*transforms, *_own_names(model_type)]
@@ -173,14 +178,12 @@ def _own_names(model_type: str) -> list[WeightRenaming | WeightConverter]:
 def _renamed(name: str, tables: Sequence[_Table], is_composite: bool) -> str | None:
     """The name in the module tree of the language model; None for a tensor of another model in a composite."""
     renamed = tables[0].apply(name)
-    if not is_composite:
-        return renamed
     language = _LANGUAGE.match(renamed)
-    if language is None and not _TEXT.match(renamed):
+    if is_composite and language is None and not _TEXT.match(renamed):
         return None
-    if language is not None:
+    if language is not None and (is_composite or not _LANGUAGE.match(name)):
         renamed = (language[1] or "model.") + renamed[language.end() :]
-    return tables[1].apply(renamed)
+    return tables[1].apply(renamed) if is_composite else renamed
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import secrets
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,7 @@ import msgspec
 from ktransformers.core import format_bytes
 from ktransformers.errors import WeightError, reason_of
 from ktransformers.system.cores import physical_cores
-from ktransformers.system.user_files import read_own
+from ktransformers.system.user_files import read_own, replace_own
 from ktransformers.system.user_folders import user_cache_dir
 from ktransformers.weights.digests.states import FileState, state_of
 
@@ -184,11 +183,7 @@ def _write(state: FileState, digest: str, folders: Sequence[Path]) -> None:
     data = msgspec.json.encode(_Record(_VERSION, state, digest))
     for folder in folders:
         path = _path(folder, state)
-        new = path.with_suffix(f".{secrets.token_hex(4)}.new")
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-                file.write(data)
-            new.replace(path)
+            replace_own(path, data)
         except OSError as error:
             logger.info("%s cannot be written (%s)", path, reason_of(error))

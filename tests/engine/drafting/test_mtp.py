@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,12 @@ from transformers import AutoModelForCausalLM
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.load.builder import build_engine, plan_model
-from ktransformers.errors import UnsupportedError
+from ktransformers.engine.model.opened import config_of_model
+from ktransformers.errors import ConfigError, FormatError, UnsupportedError
+from ktransformers.models.mtp_config import mtp_layer_types
 from ktransformers.operators.layers.native_stack import NativeStack
 from ktransformers.operators.layers.traced import layer_list
+from ktransformers.weights.gguf.file import GGUFModel, open_gguf
 from tests.support.engines.drafter_steps import draft_in_every_step, runner_of
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.engines.mtp_engines import Watched, check_drafts, check_engine, engine_of, loop_of
@@ -64,6 +68,17 @@ def test_drafts_are_those_of_transformers_from_a_gguf(
         check_engine(engine, tiny, monkeypatch)
 
 
+def test_a_gguf_that_counts_it_among_the_models_own_layers_is_refused(tmp_path: Path) -> None:
+    """Which would run it as its last one, and answer wrongly."""
+    opened = open_gguf(write_mtp_gguf(tiny_mtp("glm4_moe"), tmp_path / "tiny.gguf"))
+    (file,) = opened.files
+    key = "glm4moe.nextn_predict_layers"
+    assert file.metadata[key] == 1
+    for metadata in ({**file.metadata, key: 0}, {k: v for k, v in file.metadata.items() if k != key}):
+        with pytest.raises(FormatError, match=r"blk\.2\.nextn\..* one of the model's own 3; .* is wrong or missing"):
+            config_of_model(GGUFModel([replace(file, metadata=metadata)]))
+
+
 def test_drafts_of_a_layer_without_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model with experts, as the bundled one is."""
     tiny = tiny_mtp("qwen3_moe", is_dense=True)
@@ -108,6 +123,15 @@ def test_a_model_without_one_is_refused(tmp_path: Path) -> None:
     folder = write_safetensors(tiny_model("glm4_moe"), tmp_path)
     with pytest.raises(UnsupportedError, match=r"--speculative mtp: .*\(glm4_moe\) hold none, or one of a kind"):
         build_engine(EngineConfig(model_path=folder, cpu_infer=1, speculative="mtp"))
+
+
+@pytest.mark.parametrize("name", ["mtp_layer_types", "mtp_layers_block_type"])
+@pytest.mark.parametrize("value", [3, "full_attention", [1], {"a": 1}])
+def test_a_config_that_names_no_kinds_of_layers_is_refused(name: str, value: object) -> None:
+    config = tiny_model("glm4_moe").config
+    setattr(config, name, value)
+    with pytest.raises(ConfigError, match=f"config says {name} .*; a list of names is needed"):
+        mtp_layer_types(config)
 
 
 def test_transformers_opens_a_model_with_one(tmp_path: Path) -> None:

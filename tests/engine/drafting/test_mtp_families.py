@@ -4,6 +4,7 @@ tests/support/models/mtp_families.py."""
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,6 +41,23 @@ def test_drafts_are_those_of_the_reference_from_a_gguf(
 ) -> None:
     tiny = tiny_family(model_type)
     with engine_of(write_family_gguf(tiny, tmp_path / "tiny.gguf")) as engine:
+        check_engine(engine, tiny, monkeypatch, num_tokens=12)
+
+
+def test_a_text_model_without_its_composite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Step 3.5 is published: the text model's config alone, layers for multi-token prediction at the end of its
+    lists, and tensors in the names of the composite's checkpoints."""
+    tiny = tiny_family("step3p7")
+    config_file, weights = write_family(tiny, tmp_path) / "config.json", tmp_path / "model.safetensors"
+    text = json.loads(config_file.read_text())["text_config"]
+    text["layer_types"] += text.pop("mtp_layer_types")
+    del text["mlp_layer_types"], text["mtp_mlp_layer_types"]
+    config_file.write_text(json.dumps(text | {"architectures": ["Step3p5ForCausalLM"], "moe_layers_enum": "1"}))
+    stored = safetensors.torch.load_file(weights)
+    of_text = {name: tensor for name, tensor in stored.items() if not name.startswith("vi")}
+    assert any(".moe.gate_proj." in name for name in of_text)
+    safetensors.torch.save_file(of_text, weights, {"format": "pt"})
+    with engine_of(tmp_path) as engine:
         check_engine(engine, tiny, monkeypatch, num_tokens=12)
 
 

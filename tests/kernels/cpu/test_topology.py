@@ -52,6 +52,14 @@ def test_machines_of_one_node_do_not_bind(tmp_path: Path) -> None:
     assert thread_places(2, machine(tmp_path, [[[0], [1]]]), [0, 1]) == [ThreadPlace(0), ThreadPlace(0)]
 
 
+@pytest.mark.parametrize("text", ["", "x", "0-", "0-1,y", "\u00b2"])
+def test_what_a_system_says_of_its_nodes_in_no_list_tells_nothing(text: str, tmp_path: Path) -> None:
+    node = tmp_path / "sys/devices/system/node/node0"
+    node.mkdir(parents=True)
+    (node / "cpulist").write_text(text)
+    assert thread_places(2, tmp_path, {0, 1}) == [ThreadPlace(0)] * 2
+
+
 def test_hybrid_processors_have_threads_of_each_kind(tmp_path: Path) -> None:
     """Two performance cores with hyper-threads, and four efficiency cores: the former come first."""
     root = machine(tmp_path, [[[0, 1], [2, 3], [4], [5], [6], [7]]])

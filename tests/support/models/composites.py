@@ -96,6 +96,7 @@ COMPOSITES: Mapping[str, tuple[str, dict[str, object]]] = {
             "rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]},
         },
     ),
+    "exaone4_5": ("exaone4", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}),
     "step3p7": (
         "step3p5",
         {

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tests.support.models.attention_families import config_of
-from tests.support.models.composites import tiny_composite
+from tests.support.models.composites import COMPOSITES, tiny_composite
 from tests.support.models.latent_models import LATENT_TYPES, latent_model
 from tests.support.models.mtp_models import write_prediction_gguf
 from tests.support.models.recurrent_models import recurrent_model
@@ -67,6 +67,7 @@ FAMILIES: dict[str, Family] = {
         {"moe_layer_start_index": 1, "moe_layer_end_index": 0},
         has_norm=False,
     ),
+    "exaone4_5": Family(_QWEN, {"layer_types": [SLIDING]}),
     "exaone_moe": Family(_QWEN, {"layer_types": [SLIDING], "mlp_layer_types": ["dense"]}),
     "glm4_moe_lite": Family(_SHARED_HEAD, {"mlp_layer_types": ["sparse"]}),
     "glm_moe_dsa": Family(_SHARED_HEAD, _INDEXED),
@@ -106,8 +107,8 @@ GGUF_FAMILIES = ("exaone_moe", "glm_moe_dsa", "mimo_v2_flash", "nemotron_h")
 
 
 def _main(model_type: str) -> PreTrainedModel:
-    if model_type == "step3p7":
-        return tiny_composite("step3p7")
+    if model_type in COMPOSITES:
+        return tiny_composite(model_type)
     if model_type == "nemotron_h":  # as published, without layers that are only an MLP
         kinds = ["linear_attention", "moe", "full_attention", "moe", "linear_attention"]
         return recurrent_model(model_type, layers_block_type=kinds)
