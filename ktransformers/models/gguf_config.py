@@ -87,7 +87,8 @@ def _common(gguf: Metadata) -> Values:
     }
     if gguf.arch in WITHOUT_ATTENTION:
         return values
-    heads = gguf.int("attention.head_count")
+    by_layer = gguf.arch in BY_LAYER_FAMILIES
+    heads = max(gguf.ints("attention.head_count")) if by_layer else gguf.int("attention.head_count")
     values |= {"num_attention_heads": heads, "max_position_embeddings": gguf.int("context_length")}
     if (prediction := gguf.find_int("nextn_predict_layers")) is not None:
         values["num_nextn_predict_layers"] = prediction
@@ -96,7 +97,7 @@ def _common(gguf: Metadata) -> Values:
         if gguf.arch in ("nemotron_h", "nemotron_h_moe"):  # whose config has one name for it, most often the other
             usual = gguf.find_float("attention.layer_norm_epsilon")
         values["rms_norm_eps"] = gguf.float("attention.layer_norm_rms_epsilon", usual)
-    if gguf.arch in BY_LAYER_FAMILIES:
+    if by_layer:
         return values
     values["num_key_value_heads"] = gguf.find_some("attention.head_count_kv") or heads
     if (inner := gguf.find_some("feed_forward_length")) is not None:

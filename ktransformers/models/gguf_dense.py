@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 LAYER_NORM_FAMILIES = (
     *(
         "cohere2",
+        "cohere2_moe",
+        "cohere2moe",
         "command-r",
         "gpt2",
         "gptneox",
@@ -28,7 +30,7 @@ LAYER_NORM_FAMILIES = (
         "starcoder2",
     ),
 )
-"""Those whose norms subtract the mean; they name their epsilon themselves."""
+"""Those whose norms subtract the mean, or may; they name their epsilon themselves."""
 
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
 

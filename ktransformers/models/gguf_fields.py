@@ -18,7 +18,10 @@ __all__ = [
     "gating",
     "groups",
     "head_dim",
+    "indexer",
+    "latent",
     "layer_norm",
+    "mlp_kinds",
     "partial_rotary",
     "rotary_share",
     "routing",
@@ -37,11 +40,11 @@ def head_dim(gguf: Metadata) -> Values:
     return {} if value is None else {"head_dim": value}
 
 
-def rotary_share(gguf: Metadata, head_size: int) -> float:
+def rotary_share(gguf: Metadata, head_size: int, turning: int | None = None) -> float:
     """Return the share of a head's elements that rotates; transformers multiplies it by their number and rounds
-    down.
+    down. turning: how many rotate, where it is not what the file says of all layers.
     """
-    turning = gguf.int("rope.dimension_count", 2)
+    turning = turning or gguf.int("rope.dimension_count", 2)
     share = turning / head_size
     return share if int(share * head_size) == turning else math.nextafter(share, math.inf)
 
@@ -119,14 +122,48 @@ _HALF = (
 )
 
 
+def latent(gguf: Metadata) -> Values:
+    """Return the sizes of DeepSeek's attention over latents."""
+    rope_dim = gguf.int("rope.dimension_count", 2)
+    # Files made since absorbed MLA describe the cached latent by key_length, and the heads by key_length_mla.
+    key = gguf.find_int("attention.key_length_mla", 1) or gguf.int("attention.key_length")
+    value = gguf.find_int("attention.value_length_mla", 1) or gguf.int("attention.value_length")
+    if key <= rope_dim:
+        raise FormatError(f"{gguf.arch}: heads of {key} cannot hold a rotary part of {rope_dim}")
+    return {
+        "num_key_value_heads": gguf.int("attention.head_count"),
+        "q_lora_rank": gguf.find_int("attention.q_lora_rank") or None,
+        "kv_lora_rank": gguf.int("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rope_dim,
+        "qk_nope_head_dim": key - rope_dim,
+        "v_head_dim": value,
+        "attention_bias": gguf.has(r"attn_kv_a_mqa\.bias"),
+    }
+
+
+def indexer(gguf: Metadata) -> Values:
+    """Return the sizes of DeepSeek's indexer, which chooses the positions that a token sees."""
+    return {
+        "index_n_heads": gguf.int("attention.indexer.head_count"),
+        "index_head_dim": gguf.int("attention.indexer.key_length"),
+        "index_topk": gguf.int("attention.indexer.top_k"),
+    }
+
+
+def mlp_kinds(gguf: Metadata) -> list[str]:
+    """Return, by layer, whether it has experts ("sparse") or not ("dense"): the tensors say it."""
+    sparse = (f"blk.{layer}.ffn_gate_inp.weight" in gguf.shapes for layer in range(gguf.layers))
+    return ["sparse" if one else "dense" for one in sparse]
+
+
 def layer_norm(gguf: Metadata, name: str = "layer_norm_eps") -> Values:
     """Return the epsilon of norms that subtract the mean, under the family's name for it."""
     return {name: gguf.float("attention.layer_norm_epsilon")}
 
 
-def windows(gguf: Metadata, period: int) -> Values:
-    """Return sliding_window and layer_types: as the file says by layer, else every `period`-th layer sees all
-    positions.
+def windows(gguf: Metadata, period: int, *, first_is_full: bool = False) -> Values:
+    """Return sliding_window and layer_types: as the file says by layer, else the last of every `period` layers sees
+    all positions, or the first.
     """
     window = gguf.find_int("attention.sliding_window", 1)
     said = gguf.by_layer("attention.sliding_window_pattern")
@@ -136,6 +173,6 @@ def windows(gguf: Metadata, period: int) -> Values:
         slides = [bool(one) for one in said]
     else:
         period = gguf.find_int("attention.sliding_window_pattern", 1) or period
-        slides = [(layer + 1) % period != 0 for layer in range(gguf.layers)]
+        slides = [(layer + (not first_is_full)) % period != 0 for layer in range(gguf.layers)]
     kinds = ["sliding_attention" if one else "full_attention" for one in slides]
     return {"sliding_window": window, "layer_types": kinds}
