@@ -54,7 +54,8 @@ def config_from_gguf(
     if "rope_parameters" not in values:
         values["rope_parameters"] = rope_parameters(gguf)
     check_unread(gguf)
-    values["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
+    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:  # not in it: the language model of one that reads images
+        values["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
     try:
         config: PretrainedConfig = CONFIG_MAPPING[model_type](**values)
     except Exception as error:  # whatever a config class does with values that do not fit each other

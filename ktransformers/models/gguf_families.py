@@ -397,7 +397,7 @@ def _gemma4(gguf: Metadata) -> tuple[str, Values]:
     return "gemma4_text", values
 
 
-BY_LAYER_FAMILIES = ("gemma4", "laguna", "mimo2")
+BY_LAYER_FAMILIES = ("gemma4", "laguna", "mimo2", "step35")
 """Those whose heads or widths differ from layer to layer; they read them themselves."""
 
 FAMILIES: dict[str, Family] = {

@@ -124,7 +124,7 @@ _HALF = (
 
 def latent(gguf: Metadata) -> Values:
     """Return the sizes of DeepSeek's attention over latents."""
-    rope_dim = gguf.int("rope.dimension_count", 2)
+    rope_dim = gguf.int("rope.dimension_count", 0)  # 0: nothing rotates
     # Files made since absorbed MLA describe the cached latent by key_length, and the heads by key_length_mla.
     key = gguf.find_int("attention.key_length_mla", 1) or gguf.int("attention.key_length")
     value = gguf.find_int("attention.value_length_mla", 1) or gguf.int("attention.value_length")

@@ -5,6 +5,8 @@ What their keys mean is taken from llama.cpp's converters and from how it reads 
 
 from __future__ import annotations
 
+import logging
+
 from ktransformers.errors import FormatError, UnsupportedError
 from ktransformers.models.gguf_dense import granite_multipliers
 from ktransformers.models.gguf_fields import (
@@ -27,6 +29,8 @@ from ktransformers.models.gguf_metadata import Metadata, Values
 from ktransformers.models.gguf_rope import rope_parameters
 
 __all__ = ["NEWER_FAMILIES"]
+
+logger = logging.getLogger(__name__)
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -209,14 +213,123 @@ def _granite_swa(gguf: Metadata) -> tuple[str, Values]:
     }
 
 
+def _mistral4(gguf: Metadata) -> tuple[str, Values]:
+    """llama.cpp's converter of Hugging Face's checkpoints has no key for the growth of queries: it is as published."""
+    expect_gating(gguf, SOFTMAX)
+    rope = rope_parameters(gguf)
+    beta = gguf.find_float("attention.temperature_scale")
+    if beta is None and rope["rope_type"] == "yarn":
+        logger.info("the GGUF file does not say mistral4.attention.temperature_scale; taking 0.1, as published")
+        beta = 0.1
+    if beta is not None:
+        rope["llama_4_scaling_beta"] = beta
+        rope.setdefault("original_max_position_embeddings", gguf.int("context_length"))
+    return "mistral4", {**experts(gguf, "n_routed_experts"), **routing(gguf), **latent(gguf), "rope_parameters": rope}
+
+
+def _step35(gguf: Metadata) -> tuple[str, Values]:
+    """Layers without a window rotate half of a head, which no key says, and have fewer heads."""
+    expect_gating(gguf, SIGMOID)
+    _expect_norm(gguf)
+    size, values = gguf.int("attention.key_length"), {**experts(gguf, "n_routed_experts"), **windows(gguf, 1)}
+    kinds, kv_heads = values["layer_types"], set(gguf.ints("attention.head_count_kv"))
+    assert isinstance(kinds, list)
+    heads = {
+        kind: {one for one, other in zip(gguf.ints("attention.head_count"), kinds, strict=True) if other == kind}
+        for kind in (FULL, SLIDING)
+    }
+    if len(kv_heads) != 1 or len(heads[FULL]) != 1 or len(heads[SLIDING]) > 1:
+        raise UnsupportedError(
+            "a step35 file whose heads do not follow its windows is no known model; pass --model_path"
+        )
+    if "rope_freqs.weight" in gguf.factors:  # those of half a head; what follows is 1
+        gguf.factors = {"rope_freqs.weight": gguf.factors["rope_freqs.weight"][: size // 4]}
+    rotations = _two_rotations(gguf)["rope_parameters"]
+    assert isinstance(rotations, dict)
+    rotations[FULL]["partial_rotary_factor"] = 0.5
+    rotations[SLIDING]["partial_rotary_factor"] = 1.0
+    padding = {} if "tokenizer.ggml.padding_token_id" in gguf.metadata else {"pad_token_id": 0}  # it needs some token
+    return "step3p5", {
+        **values,
+        **padding,
+        "num_attention_heads": heads[FULL].pop(),
+        "num_sliding_attention_heads": heads[SLIDING].pop() if heads[SLIDING] else None,
+        "num_key_value_heads": kv_heads.pop(),
+        "intermediate_size": gguf.int("feed_forward_length"),
+        "head_dim": size,
+        "share_expert_dim": gguf.int("expert_shared_feed_forward_length"),
+        "moe_router_scaling_factor": gguf.float("expert_weights_scale", 1.0),
+        "mlp_layer_types": mlp_kinds(gguf),
+        "swiglu_limits": gguf.floats("swiglu_clamp_exp"),
+        "swiglu_limits_shared": gguf.floats("swiglu_clamp_shexp"),
+        "rope_parameters": rotations,
+    }
+
+
+def _glm5_next(gguf: Metadata) -> tuple[str, Values]:
+    """Nothing rotates; MLPs with experts and without clamp at one value in all layers."""
+    expect_gating(gguf, SIGMOID)
+    limits = set(gguf.floats("swiglu_clamp_exp") or []) | set(gguf.floats("swiglu_clamp_shexp") or [])
+    if len(limits) != 1:
+        raise UnsupportedError("a glm5-next file whose MLPs do not clamp at one value is no known model")
+    linear = [f"blk.{layer}.ssm_a" in gguf.shapes for layer in range(gguf.layers)]
+    full = gguf.by_layer("attention.indexer.types") or [True] * gguf.layers
+    return "glm5_next_text", {
+        **experts(gguf, "n_routed_experts"),
+        **{name: value for name, value in routing(gguf).items() if name != "first_k_dense_replace"},
+        **latent(gguf),
+        **indexer(gguf),
+        "mlp_layer_types": mlp_kinds(gguf),
+        "layer_types": ["linear_attention" if one else "indexed_attention" for one in linear],
+        "indexer_types": ["full" if one else "shared" for one in full],
+        "index_kpool": gguf.int("attention.indexer.kpool"),
+        "index_kpool_always_select_tail": gguf.bool("attention.indexer.kpool_select_tail", True),
+        "swiglu_limit": limits.pop(),
+        "linear_head_dim": gguf.int("kda.head_dim"),
+        "linear_num_heads": gguf.int("attention.head_count"),
+        "linear_conv_kernel_dim": gguf.int("ssm.conv_kernel"),
+        "linear_lower_bound": gguf.find_float("kda.gate_lower_bound"),
+        "hc_mult": gguf.int("hyper_connection.count"),
+        "hc_eps": gguf.float("hyper_connection.epsilon"),
+        "hc_sinkhorn_iters": gguf.int("hyper_connection.sinkhorn_iterations"),
+        "rope_parameters": None,
+    }
+
+
+def _hy_v4(gguf: Metadata) -> tuple[str, Values]:
+    expect_gating(gguf, SIGMOID)
+    limits = set(gguf.floats("swiglu_clamp_exp") or [0.0])
+    full = gguf.by_layer("attention.indexer.types")
+    if len(limits) != 1 or full is None:
+        raise UnsupportedError(
+            "a hy_v4 file without indexers, or whose experts do not clamp at one value; pass --model_path"
+        )
+    return "hy_v4", {
+        **experts(gguf, "n_routed_experts"),
+        **{name: value for name, value in routing(gguf).items() if name != "first_k_dense_replace"},
+        **latent(gguf),
+        **indexer(gguf),
+        "mlp_layer_types": mlp_kinds(gguf),
+        "indexer_types": ["full" if one else "shared" for one in full],
+        "swiglu_limit": limits.pop(),
+        "hc_mult": gguf.int("hyper_connection.count"),
+        "hc_eps": gguf.float("hyper_connection.epsilon"),
+        "hc_magnitude": gguf.float("hyper_connection.magnitude"),
+    }
+
+
 NEWER_FAMILIES: dict[str, Family] = {
     "bailingmoe3": _bailingmoe3,
     "cohere2_moe": _cohere2moe,
     "cohere2moe": _cohere2moe,
     "deepseek32": _deepseek32,
+    "glm5-next": _glm5_next,
     "granite_swa": _granite_swa,
     "hy_v3": _hy_v3,
+    "hy_v4": _hy_v4,
     "laguna": _laguna,
     "mellum": _mellum,
     "minimax-m3": _minimax_m3,
+    "mistral4": _mistral4,
+    "step35": _step35,
 }

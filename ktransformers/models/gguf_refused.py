@@ -42,7 +42,7 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("falcon", "gptj", "mpt", "bloom"), _OWN_ATTENTION),
     **dict.fromkeys(("dream", "llada", "llada-moe", "rnd1"), _DIFFUSION),
     **dict.fromkeys(("clip", "cogvlm", "chameleon"), _IMAGES),
-    **dict.fromkeys(("mistral4", "step35", "deepseek2-ocr", "hunyuan_vl", "paddleocr"), _COMPOSITE),
+    **dict.fromkeys(("deepseek2-ocr", "hunyuan_vl", "paddleocr"), _COMPOSITE),
     "wavtokenizer-dec": "it makes sound",
     "minicpm3": "its attention over latents is not read from GGUF files",
     "t5": "it is an encoder-decoder",

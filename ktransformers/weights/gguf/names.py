@@ -100,6 +100,7 @@ ARCHITECTURES: dict[str, ArchFacts] = {
     "gemma3": ArchFacts(norm_plus_one=True),
     "nemotron": ArchFacts(norm_plus_one=True),
     "minimax-m3": ArchFacts(norm_plus_one=True),
+    "step35": ArchFacts(norm_plus_one=True),
     "gpt2": ArchFacts(is_conv1d=True),
     "gptneox": ArchFacts(qkv_by_part=True),
     # Their rotary embeddings are either of the half-split kind in both worlds or interleaved in both.
@@ -156,7 +157,7 @@ ARCHITECTURES: dict[str, ArchFacts] = {
                 "qwen2vl",
                 "qwen3",
             ),
-            *("cohere2_moe", "cohere2moe", "deepseek32", "hy_v3", "laguna", "mellum"),
+            *("cohere2_moe", "cohere2moe", "deepseek32", "glm5-next", "hy_v3", "hy_v4", "laguna", "mellum", "mistral4"),
             *("qwen3moe", "qwen3vl", "qwen3vlmoe", "seed_oss", "stablelm", "starcoder", "starcoder2"),
         ),
         _PLAIN,

@@ -11,7 +11,12 @@ from collections.abc import Container, Mapping
 
 __all__ = ["NEWER", "NewerNames"]
 
-_WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_WHOLE = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    **{f"model.hc_head.hc_{part}": f"output_hc_{part}" for part in ("fn", "base", "scale")},
+}
 
 _PROJECTIONS = ("gate", "up", "down")
 _BLOCK: Mapping[str, str] = {
@@ -33,11 +38,15 @@ _BLOCK: Mapping[str, str] = {
     "self_attn.indexer.weights_proj": "indexer.proj",
     **{f"self_attn.indexer.{part}_norm": f"indexer.{part}_norm" for part in "qk"},
     **{f"self_attn.indexer.{part}_proj": f"indexer.{part}_proj" for part in "qk"},
+    **{f"self_attn.indexer.index_kpool_compress_{part}": f"indexer_compressor_{part}" for part in ("ape", "gate")},
     # Kimi's linear attention.
+    **{f"self_attn.{part}_proj": f"ssm_{part}" for part in ("f_a", "f_b", "g_a", "g_b")},
     "self_attn.b_proj": "ssm_beta",
     "self_attn.o_norm": "ssm_norm",
     "self_attn.A_log": "ssm_a",
     "self_attn.dt_proj": "ssm_dt",
+    # Several residual streams.
+    **{f"{of}_hc.{part}": f"hc_{of}_{part}" for of in ("attn", "ffn") for part in ("fn", "base", "scale")},
     "mlp.gate": "ffn_gate_inp",
     **{f"mlp.{part}_proj": f"ffn_{part}" for part in _PROJECTIONS},
     **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in _PROJECTIONS},
@@ -49,10 +58,13 @@ NEWER: Mapping[str, Mapping[str, str | tuple[str, ...]]] = {
     "cohere2moe": {},
     "deepseek32": {},
     "granite_swa": {"shared_mlp.input_linear": "ffn_up_shexp", "shared_mlp.output_linear": "ffn_down_shexp"},
+    "glm5-next": {},
     "hy_v3": {},
+    "hy_v4": {"self_attn.gate_proj": "attn_gate"},
     "laguna": {},
     "mellum": {},
     "minimax-m3": {},
+    "step35": {},
 }
 """Architecture -> names that it has besides those of all, or in place of them. Of several, a layer has one."""
 
