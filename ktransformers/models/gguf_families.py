@@ -90,6 +90,8 @@ def _qwen3moe(gguf: Metadata) -> tuple[str, Values]:
 
 
 def _deepseek2(gguf: Metadata) -> tuple[str, Values]:
+    if not gguf.find_int("expert_count"):
+        return "youtu", latent(gguf)
     values: Values = {
         **experts(gguf, "n_routed_experts"),
         **routing(gguf),

@@ -21,6 +21,7 @@ __all__ = [
     "indexer",
     "latent",
     "layer_norm",
+    "leading_dense",
     "mlp_kinds",
     "partial_rotary",
     "rotary_share",
@@ -94,7 +95,7 @@ def routing(gguf: Metadata) -> Values:
     """Return the router's values that DeepSeek-like families share."""
     return {
         "n_shared_experts": gguf.int("expert_shared_count"),
-        "first_k_dense_replace": gguf.int("leading_dense_block_count", 0),
+        "first_k_dense_replace": leading_dense(gguf),
         "routed_scaling_factor": gguf.float("expert_weights_scale", 1.0),
         "norm_topk_prob": gguf.bool("expert_weights_norm", False),
         **groups(gguf),
@@ -122,12 +123,12 @@ _HALF = (
 )
 
 
-def latent(gguf: Metadata) -> Values:
-    """Return the sizes of DeepSeek's attention over latents."""
+def latent(gguf: Metadata, value: int | None = None) -> Values:
+    """Return the sizes of DeepSeek's attention over latents. value: elements of a value, where no key says them."""
     rope_dim = gguf.int("rope.dimension_count", 0)  # 0: nothing rotates
     # Files made since absorbed MLA describe the cached latent by key_length, and the heads by key_length_mla.
     key = gguf.find_int("attention.key_length_mla", 1) or gguf.int("attention.key_length")
-    value = gguf.find_int("attention.value_length_mla", 1) or gguf.int("attention.value_length")
+    value = value or gguf.find_int("attention.value_length_mla", 1) or gguf.int("attention.value_length")
     if key <= rope_dim:
         raise FormatError(f"{gguf.arch}: heads of {key} cannot hold a rotary part of {rope_dim}")
     return {
@@ -154,6 +155,15 @@ def mlp_kinds(gguf: Metadata) -> list[str]:
     """Return, by layer, whether it has experts ("sparse") or not ("dense"): the tensors say it."""
     sparse = (f"blk.{layer}.ffn_gate_inp.weight" in gguf.shapes for layer in range(gguf.layers))
     return ["sparse" if one else "dense" for one in sparse]
+
+
+def leading_dense(gguf: Metadata) -> int:
+    """Return how many layers without experts stand in front of those that have them, as the tensors say."""
+    kinds = mlp_kinds(gguf)
+    count = kinds.index("sparse") if "sparse" in kinds else len(kinds)
+    if "dense" in kinds[count:]:
+        raise UnsupportedError(f"a {gguf.arch} file with a dense layer behind layers with experts is no known model")
+    return count
 
 
 def layer_norm(gguf: Metadata, name: str = "layer_norm_eps") -> Values:

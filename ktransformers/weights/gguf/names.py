@@ -125,11 +125,13 @@ ARCHITECTURES: dict[str, ArchFacts] = {
                 "afmoe",
                 "cohere2",
                 "bailingmoe2",
+                "chatglm",
                 "command-r",
                 "deepseek2",
                 "dots1",
                 "ernie4_5",
                 "ernie4_5-moe",
+                "exaone",
                 "exaone-moe",
             ),
             *(
@@ -146,6 +148,7 @@ ARCHITECTURES: dict[str, ArchFacts] = {
             ),
             *(
                 "mimo2",
+                "minicpm3",
                 "minimax-m2",
                 "olmo2",
                 "olmoe",
@@ -287,8 +290,15 @@ class GGUFNames:
             "k": layer.num_kv_heads * layer.head_dim,
             "v": layer.num_kv_heads * layer.v_head_dim,
         }
-        first = sum(counts[before] for before in "qkv"[: "qkv".index(part)])
-        return Stored((stored,), rows=tuple(range(first, first + counts[part])))
+        first, count = sum(counts[before] for before in "qkv"[: "qkv".index(part)]), counts[part]
+        rows = range(first, first + count)
+        if self._arch.permuted_qk and part in "qk":  # each before they were joined
+            half = layer.head_dim // 2
+            heads = range(0, count, layer.head_dim)
+            return Stored(
+                (stored,), rows=tuple(rows[at + 2 * i + odd] for at in heads for odd in (0, 1) for i in range(half))
+            )
+        return Stored((stored,), rows=tuple(rows))
 
     def block(self, name: str) -> str | None:
         """Return the prefix ("blk.3.") of the layer that a module or parameter belongs to."""
