@@ -52,7 +52,7 @@ def rotary_share(gguf: Metadata, head_size: int, turning: int | None = None) -> 
 
 def partial_rotary(gguf: Metadata) -> Values:
     """Return rope_parameters with the share of head_dim that rotates; only for families that rotate a part."""
-    size = gguf.int("attention.key_length")
+    size = gguf.find_int("attention.key_length", 1) or gguf.head_size
     share = rotary_share(gguf, size)
     return {"head_dim": size, "rope_parameters": {**rope_parameters(gguf), "partial_rotary_factor": share}}
 

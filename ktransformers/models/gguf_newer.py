@@ -246,6 +246,8 @@ def _step35(gguf: Metadata) -> tuple[str, Values]:
         gguf.factors = {"rope_freqs.weight": gguf.factors["rope_freqs.weight"][: size // 4]}
     rotations = _two_rotations(gguf)["rope_parameters"]
     assert isinstance(rotations, dict)
+    if rotations[FULL]["rope_type"] not in ("default", "llama3"):
+        raise UnsupportedError("the factors of a step35 file's rope_freqs.weight are not those of Llama 3's rotation")
     rotations[FULL]["partial_rotary_factor"] = 0.5
     rotations[SLIDING]["partial_rotary_factor"] = 1.0
     padding = {} if "tokenizer.ggml.padding_token_id" in gguf.metadata else {"pad_token_id": 0}  # it needs some token
