@@ -172,6 +172,11 @@ def _deepseek32(gguf: Metadata) -> tuple[str, Values]:
     }
 
 
+def _linear_heads(gguf: Metadata) -> int:
+    """Heads of layers with linear attention, for which there is no key."""
+    return max(gguf.shape("ssm_a") or (gguf.int("attention.head_count"),))
+
+
 def _bailingmoe3(gguf: Metadata) -> tuple[str, Values]:
     expect_gating(gguf, SIGMOID)
     if not gguf.bool("kda.safe_gate", True):
@@ -183,6 +188,7 @@ def _bailingmoe3(gguf: Metadata) -> tuple[str, Values]:
         **{name: value for name, value in routing(gguf).items() if name != "first_k_dense_replace"},
         **of_heads,
         "head_dim": gguf.int("kda.head_dim"),
+        "linear_num_heads": _linear_heads(gguf),
         "short_conv_kernel_size": gguf.int("ssm.conv_kernel"),
         "kda_safe_gate": True,
         "kda_lower_bound": gguf.float("kda.gate_lower_bound"),
@@ -288,7 +294,7 @@ def _glm5_next(gguf: Metadata) -> tuple[str, Values]:
         "index_kpool_always_select_tail": gguf.bool("attention.indexer.kpool_select_tail", True),
         "swiglu_limit": limits.pop(),
         "linear_head_dim": gguf.int("kda.head_dim"),
-        "linear_num_heads": gguf.int("attention.head_count"),
+        "linear_num_heads": _linear_heads(gguf),
         "linear_conv_kernel_dim": gguf.int("ssm.conv_kernel"),
         "linear_lower_bound": gguf.find_float("kda.gate_lower_bound"),
         "hc_mult": gguf.int("hyper_connection.count"),
