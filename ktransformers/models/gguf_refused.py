@@ -64,7 +64,7 @@ REFUSED: dict[str, str] = {
     "graniteswitch": "it switches adapters at tokens of its own, for which transformers has no class",
     "dots3note": "norms of its latents hold a factor, and latents differ in size from layer to layer",
     "minimax-01": "its linear attention is not read from GGUF files",
-    "muse-glimmer": "its language model is not read from GGUF files",
+    "muse-glimmer": "the scale of its queries is a tensor of norms there, and a number of its config in transformers",
     "t5": "it is an encoder-decoder",
     "deci": "its layers differ in shape, some have no attention",
     "dbrx": "its experts have a form of their own in transformers",
