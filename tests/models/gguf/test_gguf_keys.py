@@ -31,9 +31,9 @@ from ktransformers.weights.quantize.transcode import dequantize
 from tests.models.gguf.test_gguf_architectures import MORE_TYPES, SAME_AS, built, values_of
 from tests.support.gguf.newer import write_newer
 from tests.support.gguf.newer_metadata import METADATA
+from tests.support.gguf.newer_models import CASES, newer_model
 from tests.support.gguf.writer import ARCH_OF, write_gguf
 from tests.support.models.demo import DEMO_GGUF
-from tests.support.models.newer_models import CASES, newer_model
 from tests.support.models.tiny_models import MODEL_TYPES
 
 MODELS = {ARCH_OF[kind]: kind for kind in (*MORE_TYPES, *reversed(MODEL_TYPES))} | SAME_AS

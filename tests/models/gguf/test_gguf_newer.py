@@ -24,8 +24,8 @@ from tests.models.gguf.test_gguf_architectures import check_hostile
 from tests.support.engines.one_sequence import static_engine
 from tests.support.gguf.newer import write_newer
 from tests.support.gguf.newer_metadata import METADATA
+from tests.support.gguf.newer_models import CASES, newer_model
 from tests.support.models.agreement import TOLERANCE, logits_of, prompt
-from tests.support.models.newer_models import CASES, newer_model
 
 
 def check_engine(model: PreTrainedModel, path: Path) -> None:
