@@ -275,10 +275,10 @@ def _step35(gguf: Metadata) -> tuple[str, Values]:
 
 
 def _glm5_next(gguf: Metadata) -> tuple[str, Values]:
-    """Nothing rotates; MLPs with experts and without clamp at one value in all layers."""
+    """Nothing rotates, and all MLPs clamp at one value."""
     expect_gating(gguf, SIGMOID)
     limits = set(gguf.floats("swiglu_clamp_exp") or []) | set(gguf.floats("swiglu_clamp_shexp") or [])
-    if len(limits) != 1:
+    if len(limits) != 1 or 0.0 in limits:
         raise UnsupportedError("a glm5-next file whose MLPs do not clamp at one value is no known model")
     linear = [f"blk.{layer}.ssm_a" in gguf.shapes for layer in range(gguf.layers)]
     full = gguf.by_layer("attention.indexer.types") or [True] * gguf.layers
@@ -306,9 +306,9 @@ def _glm5_next(gguf: Metadata) -> tuple[str, Values]:
 
 def _hy_v4(gguf: Metadata) -> tuple[str, Values]:
     expect_gating(gguf, SIGMOID)
-    limits = set(gguf.floats("swiglu_clamp_exp") or [0.0])
+    limits = set(gguf.floats("swiglu_clamp_exp") or [])
     full = gguf.by_layer("attention.indexer.types")
-    if len(limits) != 1 or full is None:
+    if len(limits) != 1 or 0.0 in limits or full is None:
         raise UnsupportedError(
             "a hy_v4 file without indexers, or whose experts do not clamp at one value; pass --model_path"
         )

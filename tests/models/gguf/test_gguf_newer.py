@@ -86,6 +86,7 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
     ("step35", {"swiglu_clamp_exp": [1.0, float("nan"), 1.0, 1.0]}, "4 numbers are needed"),
     ("glm5-next", {"swiglu_clamp_exp": [1.0, 2.0, 1.0, 1.0]}, "do not clamp at one value"),
     ("hy_v4", {"attention.indexer.types": None}, "without indexers"),
+    ("hy_v4", {"swiglu_clamp_exp": None}, "do not clamp at one value"),
     ("cohere2moe", {"logit_scale": None}, "lacks cohere2moe.logit_scale"),
 ]
 
