@@ -54,7 +54,8 @@ def config_from_gguf(
     if "rope_parameters" not in values:
         values["rope_parameters"] = rope_parameters(gguf)
     check_unread(gguf)
-    values["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
+    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:  # not in it: the language model of one that reads images
+        values["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
     try:
         config: PretrainedConfig = CONFIG_MAPPING[model_type](**values)
     except Exception as error:  # whatever a config class does with values that do not fit each other
@@ -96,7 +97,8 @@ def _common(gguf: Metadata) -> Values:
     }
     if gguf.arch in WITHOUT_ATTENTION:
         return values
-    heads = gguf.int("attention.head_count")
+    by_layer = gguf.arch in BY_LAYER_FAMILIES
+    heads = max(gguf.ints("attention.head_count")) if by_layer else gguf.int("attention.head_count")
     values |= {"num_attention_heads": heads, "max_position_embeddings": gguf.int("context_length")}
     if (prediction := gguf.find_int("nextn_predict_layers")) is not None:
         values["num_nextn_predict_layers"] = prediction
@@ -105,7 +107,7 @@ def _common(gguf: Metadata) -> Values:
         if gguf.arch in ("nemotron_h", "nemotron_h_moe"):  # whose config has one name for it, most often the other
             usual = gguf.find_float("attention.layer_norm_epsilon")
         values["rms_norm_eps"] = gguf.float("attention.layer_norm_rms_epsilon", usual)
-    if gguf.arch in BY_LAYER_FAMILIES:
+    if by_layer:
         return values
     values["num_key_value_heads"] = gguf.find_some("attention.head_count_kv") or heads
     if (inner := gguf.find_some("feed_forward_length")) is not None:

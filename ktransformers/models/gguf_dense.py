@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from ktransformers.errors import UnsupportedError
-from ktransformers.models.gguf_fields import Family, head_dim, layer_norm, rotary_share, windows
+from ktransformers.models.gguf_fields import Family, head_dim, latent, layer_norm, rotary_share, windows
 from ktransformers.models.gguf_metadata import Metadata, Values
 from ktransformers.models.gguf_rope import rope_parameters
 
@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 LAYER_NORM_FAMILIES = (
     *(
         "cohere2",
+        "cohere2_moe",
+        "cohere2moe",
         "command-r",
         "gpt2",
         "gptneox",
@@ -28,7 +30,7 @@ LAYER_NORM_FAMILIES = (
         "starcoder2",
     ),
 )
-"""Those whose norms subtract the mean; they name their epsilon themselves."""
+"""Those whose norms subtract the mean, or may; they name their epsilon themselves."""
 
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
 
@@ -191,6 +193,34 @@ def _glm4(gguf: Metadata) -> tuple[str, Values]:
     return "glm4", {**_bias(gguf), "head_dim": size, "rope_parameters": rope}
 
 
+def _chatglm(gguf: Metadata) -> tuple[str, Values]:
+    """GLM-4 and GLM-Edge, and ChatGLM3, which computes the same."""
+    size = gguf.find_int("attention.key_length", 1) or gguf.head_size
+    rope = {**rope_parameters(gguf), "partial_rotary_factor": rotary_share(gguf, size)}
+    return "glm", {
+        "head_dim": size,
+        "rope_parameters": rope,
+        "attention_bias": gguf.has(r"attn_(q|qkv)\.bias"),
+    }
+
+
+def _exaone(gguf: Metadata) -> tuple[str, Values]:
+    """EXAONE 3 and 3.5 compute what Llama does, and transformers takes them for it."""
+    return "llama", {**head_dim(gguf), "attention_bias": False, "mlp_bias": False}
+
+
+def _minicpm3(gguf: Metadata) -> tuple[str, Values]:
+    """Scales of embeddings, of what layers add and of logits have no key: they are as published, as in llama.cpp."""
+    value = gguf.find_int("attention.value_length", 1) or gguf.head_size
+    return "minicpm3", {
+        **latent(gguf, value),
+        "scale_emb": 12,
+        "scale_depth": 1.4,
+        "dim_model_base": 256,
+        "mlp_bias": False,
+    }
+
+
 def _jais2(gguf: Metadata) -> tuple[str, Values]:
     return "jais2", {
         **layer_norm(gguf),
@@ -277,6 +307,9 @@ DENSE_FAMILIES: dict[str, Family] = {
     "starcoder2": _starcoder2,
     "command-r": _command_r,
     "cohere2": _cohere2,
+    "chatglm": _chatglm,
+    "exaone": _exaone,
+    "minicpm3": _minicpm3,
     "olmo": _olmo,
     "olmo2": _olmo2,
     "glm4": _glm4,

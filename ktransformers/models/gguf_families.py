@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from ktransformers.errors import FormatError, UnsupportedError
+from ktransformers.errors import UnsupportedError
 from ktransformers.models.gguf_dense import DENSE_FAMILIES, granite_multipliers
 from ktransformers.models.gguf_fields import (
     SIGMOID,
@@ -19,12 +19,16 @@ from ktransformers.models.gguf_fields import (
     gating,
     groups,
     head_dim,
+    indexer,
+    latent,
+    mlp_kinds,
     partial_rotary,
     rotary_share,
     routing,
     windows,
 )
 from ktransformers.models.gguf_metadata import Metadata, Values
+from ktransformers.models.gguf_newer import NEWER_FAMILIES
 from ktransformers.models.gguf_recurrent import RECURRENT_FAMILIES
 from ktransformers.models.gguf_rope import rope_parameters
 
@@ -85,30 +89,13 @@ def _qwen3moe(gguf: Metadata) -> tuple[str, Values]:
     }
 
 
-def _latent(gguf: Metadata) -> Values:
-    """Sizes of DeepSeek's attention over latents."""
-    rope_dim = gguf.int("rope.dimension_count", 2)
-    # Files made since absorbed MLA describe the cached latent by key_length, and the heads by key_length_mla.
-    key = gguf.find_int("attention.key_length_mla", 1) or gguf.int("attention.key_length")
-    value = gguf.find_int("attention.value_length_mla", 1) or gguf.int("attention.value_length")
-    if key <= rope_dim:
-        raise FormatError(f"{gguf.arch}: heads of {key} cannot hold a rotary part of {rope_dim}")
-    return {
-        "num_key_value_heads": gguf.int("attention.head_count"),
-        "q_lora_rank": gguf.find_int("attention.q_lora_rank") or None,
-        "kv_lora_rank": gguf.int("attention.kv_lora_rank"),
-        "qk_rope_head_dim": rope_dim,
-        "qk_nope_head_dim": key - rope_dim,
-        "v_head_dim": value,
-        "attention_bias": gguf.has(r"attn_kv_a_mqa\.bias"),
-    }
-
-
 def _deepseek2(gguf: Metadata) -> tuple[str, Values]:
+    if not gguf.find_int("expert_count"):
+        return "youtu", latent(gguf)
     values: Values = {
         **experts(gguf, "n_routed_experts"),
         **routing(gguf),
-        **_latent(gguf),
+        **latent(gguf),
     }
     has_bias = gguf.has(r"exp_probs_b(\.bias)?")
     is_v3 = gating(gguf, SIGMOID if has_bias else SOFTMAX) == SIGMOID
@@ -330,10 +317,8 @@ def _glm_dsa(gguf: Metadata) -> tuple[str, Values]:
     values: Values = {
         **experts(gguf, "n_routed_experts"),
         **routing(gguf),
-        **_latent(gguf),
-        "index_n_heads": gguf.int("attention.indexer.head_count"),
-        "index_head_dim": gguf.int("attention.indexer.key_length"),
-        "index_topk": gguf.int("attention.indexer.top_k"),
+        **latent(gguf),
+        **indexer(gguf),
     }
     if (full := gguf.by_layer("attention.indexer.types")) is not None:
         values["indexer_types"] = ["full" if one else "shared" for one in full]
@@ -357,7 +342,6 @@ def _mimo2(gguf: Metadata) -> tuple[str, Values]:
     rope = rope_parameters(gguf)
     rope["partial_rotary_factor"] = rotary_share(gguf, gguf.int("attention.key_length"))
     local = {**rope, "rope_theta": gguf.float("rope.freq_base_swa", 10000.0)}
-    sparse = [f"blk.{layer}.ffn_gate_inp.weight" in gguf.shapes for layer in range(gguf.layers)]
     return "mimo_v2_flash", {
         **values,
         **head_dim(gguf),
@@ -365,7 +349,7 @@ def _mimo2(gguf: Metadata) -> tuple[str, Values]:
         "intermediate_size": gguf.int("feed_forward_length"),
         "v_head_dim": gguf.int("attention.value_length"),
         "rope_parameters": {"full_attention": rope, "sliding_attention": local},
-        "mlp_layer_types": ["sparse" if one else "dense" for one in sparse],
+        "mlp_layer_types": mlp_kinds(gguf),
         "attention_value_scale": gguf.float("attention.value_scale", 0.707),  # not in older files
         "routed_scaling_factor": gguf.float("expert_weights_scale", 1.0),
         "norm_topk_prob": gguf.bool("expert_weights_norm", True),
@@ -415,8 +399,8 @@ def _gemma4(gguf: Metadata) -> tuple[str, Values]:
     return "gemma4_text", values
 
 
-BY_LAYER_FAMILIES = ("gemma4", "mimo2")
-"""Those whose heads of keys or widths differ from layer to layer; they read them themselves."""
+BY_LAYER_FAMILIES = ("gemma4", "laguna", "mimo2", "step35")
+"""Those whose heads or widths differ from layer to layer; they read them themselves."""
 
 FAMILIES: dict[str, Family] = {
     "llama": _llama,
@@ -447,5 +431,6 @@ FAMILIES: dict[str, Family] = {
     "qwen3vl": _qwen3,
     "qwen3vlmoe": _qwen3moe,
     **DENSE_FAMILIES,
+    **NEWER_FAMILIES,
     **RECURRENT_FAMILIES,
 }

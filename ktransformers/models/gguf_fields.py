@@ -18,7 +18,11 @@ __all__ = [
     "gating",
     "groups",
     "head_dim",
+    "indexer",
+    "latent",
     "layer_norm",
+    "leading_dense",
+    "mlp_kinds",
     "partial_rotary",
     "rotary_share",
     "routing",
@@ -37,18 +41,18 @@ def head_dim(gguf: Metadata) -> Values:
     return {} if value is None else {"head_dim": value}
 
 
-def rotary_share(gguf: Metadata, head_size: int) -> float:
+def rotary_share(gguf: Metadata, head_size: int, turning: int | None = None) -> float:
     """Return the share of a head's elements that rotates; transformers multiplies it by their number and rounds
-    down.
+    down. turning: how many rotate, where it is not what the file says of all layers.
     """
-    turning = gguf.int("rope.dimension_count", 2)
+    turning = turning or gguf.int("rope.dimension_count", 2)
     share = turning / head_size
     return share if int(share * head_size) == turning else math.nextafter(share, math.inf)
 
 
 def partial_rotary(gguf: Metadata) -> Values:
     """Return rope_parameters with the share of head_dim that rotates; only for families that rotate a part."""
-    size = gguf.int("attention.key_length")
+    size = gguf.find_int("attention.key_length", 1) or gguf.head_size
     share = rotary_share(gguf, size)
     return {"head_dim": size, "rope_parameters": {**rope_parameters(gguf), "partial_rotary_factor": share}}
 
@@ -91,7 +95,7 @@ def routing(gguf: Metadata) -> Values:
     """Return the router's values that DeepSeek-like families share."""
     return {
         "n_shared_experts": gguf.int("expert_shared_count"),
-        "first_k_dense_replace": gguf.int("leading_dense_block_count", 0),
+        "first_k_dense_replace": leading_dense(gguf),
         "routed_scaling_factor": gguf.float("expert_weights_scale", 1.0),
         "norm_topk_prob": gguf.bool("expert_weights_norm", False),
         **groups(gguf),
@@ -119,14 +123,57 @@ _HALF = (
 )
 
 
+def latent(gguf: Metadata, value: int | None = None) -> Values:
+    """Return the sizes of DeepSeek's attention over latents. value: elements of a value, where no key says them."""
+    rope_dim = gguf.int("rope.dimension_count", 0)  # 0: nothing rotates
+    # Files made since absorbed MLA describe the cached latent by key_length, and the heads by key_length_mla.
+    key = gguf.find_int("attention.key_length_mla", 1) or gguf.int("attention.key_length")
+    value = value or gguf.find_int("attention.value_length_mla", 1) or gguf.int("attention.value_length")
+    if key <= rope_dim:
+        raise FormatError(f"{gguf.arch}: heads of {key} cannot hold a rotary part of {rope_dim}")
+    return {
+        "num_key_value_heads": gguf.int("attention.head_count"),
+        "q_lora_rank": gguf.find_int("attention.q_lora_rank") or None,
+        "kv_lora_rank": gguf.int("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rope_dim,
+        "qk_nope_head_dim": key - rope_dim,
+        "v_head_dim": value,
+        "attention_bias": gguf.has(r"attn_kv_a_mqa\.bias"),
+    }
+
+
+def indexer(gguf: Metadata) -> Values:
+    """Return the sizes of DeepSeek's indexer, which chooses the positions that a token sees."""
+    return {
+        "index_n_heads": gguf.int("attention.indexer.head_count"),
+        "index_head_dim": gguf.int("attention.indexer.key_length"),
+        "index_topk": gguf.int("attention.indexer.top_k"),
+    }
+
+
+def mlp_kinds(gguf: Metadata) -> list[str]:
+    """Return, by layer, whether it has experts ("sparse") or not ("dense"): the tensors say it."""
+    sparse = (f"blk.{layer}.ffn_gate_inp.weight" in gguf.shapes for layer in range(gguf.layers))
+    return ["sparse" if one else "dense" for one in sparse]
+
+
+def leading_dense(gguf: Metadata) -> int:
+    """Return how many layers without experts stand in front of those that have them, as the tensors say."""
+    kinds = mlp_kinds(gguf)
+    count = kinds.index("sparse") if "sparse" in kinds else len(kinds)
+    if "dense" in kinds[count:]:
+        raise UnsupportedError(f"a {gguf.arch} file with a dense layer behind layers with experts is no known model")
+    return count
+
+
 def layer_norm(gguf: Metadata, name: str = "layer_norm_eps") -> Values:
     """Return the epsilon of norms that subtract the mean, under the family's name for it."""
     return {name: gguf.float("attention.layer_norm_epsilon")}
 
 
-def windows(gguf: Metadata, period: int) -> Values:
-    """Return sliding_window and layer_types: as the file says by layer, else every `period`-th layer sees all
-    positions.
+def windows(gguf: Metadata, period: int, *, first_is_full: bool = False) -> Values:
+    """Return sliding_window and layer_types: as the file says by layer, else the last of every `period` layers sees
+    all positions, or the first.
     """
     window = gguf.find_int("attention.sliding_window", 1)
     said = gguf.by_layer("attention.sliding_window_pattern")
@@ -136,6 +183,6 @@ def windows(gguf: Metadata, period: int) -> Values:
         slides = [bool(one) for one in said]
     else:
         period = gguf.find_int("attention.sliding_window_pattern", 1) or period
-        slides = [(layer + 1) % period != 0 for layer in range(gguf.layers)]
+        slides = [(layer + (not first_is_full)) % period != 0 for layer in range(gguf.layers)]
     kinds = ["sliding_attention" if one else "full_attention" for one in slides]
     return {"sliding_window": window, "layer_types": kinds}

@@ -111,7 +111,7 @@ def _weights_norm(gguf: Metadata, value: object) -> bool:
     return not gguf.has(r"ffn_gate_inp\.weight") or value is (gguf.arch != "llama4")
 
 
-_PARALLEL = ("command-r", "cohere2", "phi2")
+_PARALLEL = ("command-r", "cohere2", "cohere2_moe", "cohere2moe", "phi2")
 
 
 def _parallel(gguf: Metadata, value: object) -> bool:

@@ -112,6 +112,19 @@ class Metadata:
             )
         return array[: self.layers].tolist()  # type: ignore[no-any-return]
 
+    def floats(self, key: str) -> builtins.list[builtins.float] | None:
+        """Return a finite number for each layer: one for all, or a list. None when the file does not say."""
+        value = self.raw(key)
+        if not isinstance(value, np.ndarray | list):
+            one = self.find_float(key)
+            return None if one is None else [one] * self.layers
+        array = np.asarray(value)
+        if array.ndim != 1 or array.dtype.kind not in "iuf" or len(array) < self.layers or not np.isfinite(array).all():
+            raise FormatError(
+                f"{self.arch}.{key} is {value!r:.40}; {self.layers} numbers are needed, one for each layer"
+            )
+        return [float(f"{number:.7g}") for number in array[: self.layers].tolist()]
+
     def ints(self, key: str, least: int = 1) -> tuple[int, ...]:
         """Return a count for each layer, which the file must have: one for all, or a list."""
         counts = self.by_layer(key)

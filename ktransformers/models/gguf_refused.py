@@ -1,6 +1,7 @@
 """Reasons for which GGUF files of some architectures cannot run, by the name that the file gives.
 
-Together with gguf_families.py this covers every architecture that the `gguf` package knows; a test holds it to that.
+Together with gguf_families.py this covers every architecture that the `gguf` package knows, to which a test holds it,
+and those that llama.cpp and ik_llama.cpp knew in November 2026.
 """
 
 from __future__ import annotations
@@ -17,14 +18,27 @@ _RECURRENT = "its recurrent layers are not read from GGUF files"
 _OWN_ATTENTION = "its class in transformers computes attention by itself, without a cache of ours"
 _DIFFUSION = "it generates by diffusion, not token by token"
 _IMAGES = "it is the part of a model that reads images; give the file of the language model"
+_DRAFTS = "it drafts for another model; --draft_model takes gemma4-assistant, and models that run alone"
+_ROUNDED = "its converter rounds weights to three values, and transformers rounds while it computes"
 _COMPOSITE = "transformers has no causal class for its text part"
 
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
         (
             *("grok", "baichuan", "refact", "qwen", "plamo", "plamo3", "codeshell", "orion", "internlm2", "xverse"),
-            *("arctic", "deepseek", "chatglm", "jais", "exaone", "plm", "smallthinker"),
-            *("grovemoe", "pangu-embedded", "maincoder", "openelm"),
+            *(
+                "arctic",
+                "deepseek",
+                "jais",
+                "plm",
+                "smallthinker",
+                "kimi-k3",
+                "maple",
+                "nanbeige",
+                "spark2_5",
+                "talkie",
+            ),
+            *("grovemoe", "pangu-embedded", "maincoder", "openelm", "openpangu"),
         ),
         _NO_CLASS,
     ),
@@ -39,16 +53,21 @@ REFUSED: dict[str, str] = {
         (*("plamo2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"),),
         _RECURRENT,
     ),
-    **dict.fromkeys(("falcon", "gptj", "mpt", "bloom"), _OWN_ATTENTION),
+    **dict.fromkeys(("falcon", "mpt", "bloom", "hrm_text"), _OWN_ATTENTION),
+    **dict.fromkeys(("eagle3", "dflash", "dflash-draft", "gemma4_mtp"), _DRAFTS),
+    **dict.fromkeys(("wavtokenizer-dec", "qwen3tts", "pockettts"), "it makes sound"),
+    **dict.fromkeys(("bitnet", "bitnet-25", "bitnet-b1.58"), _ROUNDED),
     **dict.fromkeys(("dream", "llada", "llada-moe", "rnd1"), _DIFFUSION),
     **dict.fromkeys(("clip", "cogvlm", "chameleon"), _IMAGES),
-    **dict.fromkeys(("mistral4", "step35", "deepseek2-ocr", "hunyuan_vl", "paddleocr"), _COMPOSITE),
-    "wavtokenizer-dec": "it makes sound",
-    "minicpm3": "its attention over latents is not read from GGUF files",
+    **dict.fromkeys(("deepseek2-ocr", "hunyuan_vl", "paddleocr"), _COMPOSITE),
+    "gptj": "no converter writes such files",
+    "graniteswitch": "it switches adapters at tokens of its own, for which transformers has no class",
+    "dots3note": "norms of its latents hold a factor, and latents differ in size from layer to layer",
+    "minimax-01": "its linear attention is not read from GGUF files",
+    "muse-glimmer": "the scale of its queries is a tensor of norms there, and a number of its config in transformers",
     "t5": "it is an encoder-decoder",
     "deci": "its layers differ in shape, some have no attention",
     "dbrx": "its experts have a form of their own in transformers",
-    "bitnet": "its converter rounds weights to three values, and transformers rounds while it computes",
     "apertus": "its activations' numbers are metadata, not tensors",
     "gemma3n": "its converter merges and pads tensors of inputs by layer",
 }

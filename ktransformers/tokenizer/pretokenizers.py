@@ -148,7 +148,8 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
         ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
         _LLAMA3,
     ),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _CL100K),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), _CL100K),
+    **dict.fromkeys(("glm4", "glm5"), replace(_CL100K, ignore_merges=True)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "f2llmv2"), _QWEN2),
     **dict.fromkeys(("stablelm2", "hunyuan", "solar-open", "grok-2", "kormo"), _QWEN),
     "qwen35": PreTokenizer(

@@ -101,7 +101,7 @@ ORACLES: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(
         ["llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano",
-         "dbrx", "smaug-bpe", "chatglm-bpe", "glm4"],
+         "dbrx", "smaug-bpe", "chatglm-bpe", "glm4", "glm5"],
         (LLAMA3,),
     ),
     **dict.fromkeys(

@@ -18,6 +18,7 @@ import gguf
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf_refused import check_architecture
+from ktransformers.weights.gguf.newer_names import NEWER, NewerNames
 from ktransformers.weights.gguf.recurrent_names import (
     Form,
     ba_rows,
@@ -40,6 +41,7 @@ class Change(Enum):
     TRANSPOSE = auto()  # the module has [in, out]
     KV_B_FROM_PARTS = auto()  # (k_b [H, R, nope], v_b [H, V, R]) -> [H * (nope + V), R]
     LOG_OF_NEGATIVE = auto()  # the file holds -exp(values)
+    LOG = auto()  # the file holds exp(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class ArchFacts:
     tiled_values: heads of values are in another order, see weights/gguf/recurrent_names.py.
     is_conv1d: matrices of modules of class Conv1D are turned to [out, in].
     qkv_by_part: queries, keys and values of one matrix stand one after the other, not head by head.
+    positive_decay: decays are stored as exp(A_log), not as -exp(A_log).
     """
 
     permuted_qk: bool = False
@@ -74,6 +77,7 @@ class ArchFacts:
     tiled_values: bool = False
     qkv_by_part: bool = False
     is_conv1d: bool = False
+    positive_decay: bool = False
 
 
 _PLAIN = ArchFacts()
@@ -89,14 +93,18 @@ ARCHITECTURES: dict[str, ArchFacts] = {
     "olmo": _LLAMA,
     "granite": _LLAMA,
     "granitemoe": _LLAMA,
+    "granite_swa": _LLAMA,
     "smollm3": _LLAMA,
     "gemma": ArchFacts(norm_plus_one=True),
     "gemma2": ArchFacts(norm_plus_one=True),
     "gemma3": ArchFacts(norm_plus_one=True),
     "nemotron": ArchFacts(norm_plus_one=True),
+    "minimax-m3": ArchFacts(norm_plus_one=True),
+    "step35": ArchFacts(norm_plus_one=True),
     "gpt2": ArchFacts(is_conv1d=True),
     "gptneox": ArchFacts(qkv_by_part=True),
     # Their rotary embeddings are either of the half-split kind in both worlds or interleaved in both.
+    "bailingmoe3": ArchFacts(positive_decay=True),
     # Families with recurrent layers. Attention of the first three does not rotate, or not always; permuted it is.
     "granitehybrid": _LLAMA,
     "nemotron_h": _LLAMA,
@@ -117,11 +125,13 @@ ARCHITECTURES: dict[str, ArchFacts] = {
                 "afmoe",
                 "cohere2",
                 "bailingmoe2",
+                "chatglm",
                 "command-r",
                 "deepseek2",
                 "dots1",
                 "ernie4_5",
                 "ernie4_5-moe",
+                "exaone",
                 "exaone-moe",
             ),
             *(
@@ -138,6 +148,7 @@ ARCHITECTURES: dict[str, ArchFacts] = {
             ),
             *(
                 "mimo2",
+                "minicpm3",
                 "minimax-m2",
                 "olmo2",
                 "olmoe",
@@ -149,6 +160,7 @@ ARCHITECTURES: dict[str, ArchFacts] = {
                 "qwen2vl",
                 "qwen3",
             ),
+            *("cohere2_moe", "cohere2moe", "deepseek32", "glm5-next", "hy_v3", "hy_v4", "laguna", "mellum", "mistral4"),
             *("qwen3moe", "qwen3vl", "qwen3vlmoe", "seed_oss", "stablelm", "starcoder", "starcoder2"),
         ),
         _PLAIN,
@@ -212,12 +224,14 @@ class GGUFNames:
 
     def __init__(self, arch: str, facts: ModelFacts, stored: Container[str]):
         check_architecture(arch, ARCHITECTURES)
-        if arch not in _ARCH_IDS:
+        if arch not in _ARCH_IDS and arch not in NEWER:
             raise UnsupportedError(f"the installed gguf package does not know architecture {arch!r}; update it")
         self._arch, self._arch_name = ARCHITECTURES[arch], arch
         self._stored = stored
         self._facts = facts
-        self._map = gguf.get_tensor_name_map(_ARCH_IDS[arch], facts.num_layers)
+        self._map: NewerNames | gguf.TensorNameMap = (
+            NewerNames(arch, stored) if arch in NEWER else gguf.get_tensor_name_map(_ARCH_IDS[arch], facts.num_layers)
+        )
 
     def find(self, name: str) -> Stored | None:
         """Return the tensors that HF's parameter or buffer `name` is made of, or None when the file has none."""
@@ -249,6 +263,11 @@ class GGUFNames:
                 names = tuple(f"{block}ffn_{part}{suffix}.weight" for part in ("gate", "up"))
                 if all(part in self._stored for part in names):
                     return Stored(names, Change.CONCAT_ROWS)
+        if name.endswith((".mlp.gate_up_proj.weight", ".shared_experts.gate_up_proj.weight")):  # as minimax-m3 has both
+            suffix = "_shexp" if ".shared_experts." in name else ""
+            names = tuple(f"{block}ffn_{part}{suffix}.weight" for part in ("gate", "up"))
+            if all(part in self._stored for part in names):
+                return Stored(names, Change.CONCAT_ROWS)
         if name.endswith("shared_mlp.output_linear.weight") and f"{block}ffn_down.weight" in self._stored:
             return Stored((f"{block}ffn_down.weight",))
         if name.endswith(".self_attn.conv1d.weight"):  # one convolution for queries, keys and values
@@ -271,8 +290,15 @@ class GGUFNames:
             "k": layer.num_kv_heads * layer.head_dim,
             "v": layer.num_kv_heads * layer.v_head_dim,
         }
-        first = sum(counts[before] for before in "qkv"[: "qkv".index(part)])
-        return Stored((stored,), rows=tuple(range(first, first + counts[part])))
+        first, count = sum(counts[before] for before in "qkv"[: "qkv".index(part)]), counts[part]
+        rows = range(first, first + count)
+        if self._arch.permuted_qk and part in "qk":  # each before they were joined
+            half = layer.head_dim // 2
+            heads = range(0, count, layer.head_dim)
+            return Stored(
+                (stored,), rows=tuple(rows[at + 2 * i + odd] for at in heads for odd in (0, 1) for i in range(half))
+            )
+        return Stored((stored,), rows=tuple(rows))
 
     def block(self, name: str) -> str | None:
         """Return the prefix ("blk.3.") of the layer that a module or parameter belongs to."""
@@ -283,7 +309,8 @@ class GGUFNames:
         block = self.block(name)
         for pattern, tail in _BLOCK_NAMES:
             if block is not None and pattern.search(name):
-                return block + tail if block + tail in self._stored else None
+                tails = (tail, tail.removesuffix(".bias"))  # hy_v3's correction has no suffix
+                return next((block + one for one in tails if block + one in self._stored), None)
         mapped = self._map.get_name(converted_name(name), try_suffixes=_SUFFIXES)
         # Parameters without a suffix of their own (attention sinks) are stored as ".weight".
         for candidate in (mapped, f"{mapped}.weight"):
@@ -302,7 +329,9 @@ class GGUFNames:
             return Stored((stored,), Change.TRANSPOSE)
         if self._arch.norm_plus_one and name.endswith("norm.weight") and not name.endswith(".linear_attn.norm.weight"):
             return Stored((stored,), Change.SUBTRACT_ONE)
-        change = Change.LOG_OF_NEGATIVE if name.endswith(".A_log") else Change.NONE
+        change = Change.NONE
+        if name.endswith(".A_log"):
+            change = Change.LOG if self._arch.positive_decay else Change.LOG_OF_NEGATIVE
         form, delta = form_of(name, self._arch_name), self._facts.delta
         if not self._arch.tiled_values or delta is None:
             return Stored((stored,), change, form=form)

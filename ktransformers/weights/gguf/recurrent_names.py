@@ -49,7 +49,7 @@ def form_of(name: str, arch: str) -> Form:
     if _CONVOLUTION.search(name):
         return Form.CONVOLUTION
     if name.endswith(".forget_gate.A_log"):
-        return Form.BY_HEAD
+        return Form.BY_HEAD if arch == "kimi-linear" else Form.FLAT
     return Form.FLAT if _FLAT.search(name) and arch not in _MATRIX_A_LOG else Form.AS_STORED
 
 

@@ -25,7 +25,7 @@ __all__ = ["GGUFSource"]
 
 logger = logging.getLogger(__name__)
 
-_COMPUTED = (Change.SUBTRACT_ONE, Change.KV_B_FROM_PARTS, Change.TRANSPOSE, Change.LOG_OF_NEGATIVE)
+_COMPUTED = (Change.SUBTRACT_ONE, Change.KV_B_FROM_PARTS, Change.TRANSPOSE, Change.LOG, Change.LOG_OF_NEGATIVE)
 """Of numbers: what these make cannot stay in blocks."""
 
 
@@ -134,8 +134,9 @@ class GGUFSource:
             return self._kv_b(stored, dtype)
         values = [dequantize(raw, part, dtype) for raw, part in zip(parts, stored.names, strict=True)]
         joined = values[0] if len(values) == 1 else torch.cat([value.squeeze() for value in values])
-        if stored.change is Change.LOG_OF_NEGATIVE:
-            joined = joined.double().neg_().log_().to(dtype)
+        if stored.change in (Change.LOG, Change.LOG_OF_NEGATIVE):
+            sign = 1 if stored.change is Change.LOG else -1
+            joined = joined.double().mul_(sign).log_().to(dtype)
         if stored.rows is not None:
             joined = joined[torch.tensor(stored.rows)]
         if stored.columns is not None:

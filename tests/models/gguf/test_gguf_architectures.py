@@ -28,6 +28,7 @@ from ktransformers.weights.gguf.names import ARCHITECTURES
 from ktransformers.weights.gguf.source import GGUFSource
 from tests.support.checks.source_checks import check_whole_model
 from tests.support.engines.one_sequence import static_engine
+from tests.support.gguf.newer_metadata import METADATA
 from tests.support.gguf.writer import ARCH_OF, write_gguf
 from tests.support.models.agreement import TOLERANCE, logits_of, prompt
 from tests.support.models.tiny_models import MODEL_TYPES, NUM_EXPERTS, tiny_config, tiny_model
@@ -155,8 +156,8 @@ _GEMMA4_E4B: dict[str, object] = {
 _MINICPM = {**MORE_TYPES["granite"], "attention_multiplier": 16**-0.5}
 
 
-TESTED_ELSEWHERE: set[str] = set()
-"""Architectures whose files another module of tests writes."""
+TESTED_ELSEWHERE = set(METADATA)
+"""Architectures whose files test_gguf_newer.py writes."""
 
 
 def models() -> list[tuple[str, str]]:

@@ -29,6 +29,9 @@ from ktransformers.models.gguf_sampling import sampling_defaults
 from ktransformers.weights.gguf.file import open_gguf
 from ktransformers.weights.quantize.transcode import dequantize
 from tests.models.gguf.test_gguf_architectures import MORE_TYPES, SAME_AS, built, values_of
+from tests.support.gguf.newer import write_newer
+from tests.support.gguf.newer_metadata import METADATA
+from tests.support.gguf.newer_models import CASES, newer_model
 from tests.support.gguf.writer import ARCH_OF, write_gguf
 from tests.support.models.demo import DEMO_GGUF
 from tests.support.models.tiny_models import MODEL_TYPES
@@ -160,27 +163,40 @@ PROBES: dict[str, object] = {
 }
 ROTATION = ("rope.scaling.factor", "rope.scale_linear", "rope.freq_base", "rope.scaling.type")
 WITHOUT_ROTATION = ("gpt2", "starcoder")
+LATENT = ("bailingmoe3", "deepseek2", "deepseek32", "glm-dsa", "glm5-next", "hy_v4", "mistral4")
+COHERE = ("cohere2_moe", "cohere2moe")
 NOTHING_NEW = {  # what the file says already, or what is of no account in the family
     **{(arch, "rope.scaling.factor"): "it is in the file" for arch in ("mistral3", "deepseek2", "gpt-oss")},
     **{
         (arch, "rope.scale_linear"): "rope.scaling.factor is in the file"
         for arch in ("mistral3", "deepseek2", "gpt-oss")
     },
-    **{(arch, "attention.value_length"): "heads have a key of their own" for arch in ("deepseek2", "glm-dsa")},
+    **{(arch, "attention.value_length"): "heads have a key of their own" for arch in LATENT},
+    **{(arch, f"rope.{key}"): "it says none" for arch in COHERE for key in ("scaling.factor", "scale_linear")},
+    **{(arch, "kda.gate_lower_bound"): "it is in the file" for arch in ("bailingmoe3", "glm5-next")},
+    ("glm5-next", "rope.freq_base"): "nothing rotates",
 }
 ALSO_NAMED = {
     ("gemma4", "attention.key_length_swa"): "value_length_swa",  # which says otherwise
     ("phi3", "rope.scale_linear"): "linear",
     ("phimoe", "rope.scale_linear"): "rope_parameters",
+    **{("step35", f"rope.{key}"): "rope_freqs" for key in ("scaling.factor", "scale_linear", "freq_base")},
 }
 
 
 @cache
 def file_of(arch: str, folder: Path) -> tuple[dict[str, object], dict[str, tuple[int, ...]], dict[str, list[float]]]:
+    if arch not in MODELS:
+        name = next(name for name, case in CASES.items() if case[0] == arch)
+        return read_back(write_newer(newer_model(name), folder / f"{arch}.gguf", arch))
     kind = MODELS[arch]
     values = values_of(arch, kind) if kind not in MODEL_TYPES or arch in ("bailingmoe2",) else {}
     experts = "gate_up" if arch == "gemma4" else "merged"
-    opened = open_gguf(write_gguf(built(kind, values), folder / f"{arch}.gguf", arch=arch, experts=experts))
+    return read_back(write_gguf(built(kind, values), folder / f"{arch}.gguf", arch=arch, experts=experts))
+
+
+def read_back(path: Path) -> tuple[dict[str, object], dict[str, tuple[int, ...]], dict[str, list[float]]]:
+    opened = open_gguf(path)
     factors = {n: dequantize(opened.raw(n), n).tolist() for n in FACTOR_TENSORS if n in opened.tensors}
     return dict(opened.metadata), {name: one.shape for name, one in opened.tensors.items()}, factors
 
@@ -227,7 +243,7 @@ ROUTERS = {
 
 
 @pytest.mark.parametrize("key", ROUTERS)
-@pytest.mark.parametrize("arch", sorted(arch for arch, kind in MODELS.items() if arch not in RECURRENT_FAMILIES))
+@pytest.mark.parametrize("arch", sorted({*MODELS, *METADATA} - set(RECURRENT_FAMILIES)))
 def test_what_a_router_does_is_honoured_or_refused(arch: str, key: str, folder: Path) -> None:
     metadata, shapes, factors = file_of(arch, folder)
     if not any(name.endswith("ffn_gate_inp.weight") for name in shapes):

@@ -102,7 +102,9 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-GGUF_FAMILIES = ("exaone_moe", "glm_moe_dsa", "mimo_v2_flash", "nemotron_h")
+GGUF_FAMILIES = (
+    *("bailing_hybrid", "deepseek_v32", "exaone_moe", "glm_moe_dsa", "hy_v3", "mimo_v2_flash", "nemotron_h"),
+)
 """Those that llama.cpp's converter knows, as far as their GGUFs are opened."""
 
 
@@ -229,7 +231,8 @@ def write_family(tiny: PlainMtp, folder: Path) -> Path:
 def write_family_gguf(tiny: PlainMtp, path: Path) -> Path:
     """Write all as one GGUF, as llama.cpp's converter does."""
     norm = "layer_output_norm" if "final_layernorm" in tiny.family.names["norm"] else "nextn.shared_head_norm"
-    norm = "nextn.shared_head_norm" if tiny.family.norm == "norm_f" else norm
+    if tiny.family.norm == "norm_f" or tiny.main.config.model_type == "hy_v3":
+        norm = "nextn.shared_head_norm"
     return write_prediction_gguf(tiny.main, [(layer.model, layer) for layer in tiny.layers], path, norm)
 
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
+from tests.support.gguf.newer import write_newer
 from tests.support.gguf.recurrent import write_recurrent_gguf
 from tests.support.gguf.writer import write_gguf
 from tests.support.models.recurrent_models import recurrent_model
@@ -149,6 +151,10 @@ def write_mtp_gguf(tiny: TinyMtp, path: Path) -> Path:
     return write_prediction_gguf(tiny.main, [(tiny.layer, tiny.mtp.layers[0])], path)
 
 
+NEWER_ARCHS = {"bailing_hybrid": "bailingmoe3", "deepseek_v32": "deepseek32", "hy_v3": "hy_v3"}
+"""Model types whose files the `gguf` package has no names for."""
+
+
 def write_prediction_gguf(
     main: PreTrainedModel,
     layers: Sequence[tuple[PreTrainedModel, Any]],
@@ -158,7 +164,11 @@ def write_prediction_gguf(
     """Write a model as one GGUF with its layers for multi-token prediction, each a model with what has the parts that
     make its input. norm: what the file calls their last norms. Two decoder layers of one are one block."""
     kind = main.config.model_type
-    write = write_recurrent_gguf if kind.startswith("qwen3_") or kind == "nemotron_h" else write_gguf
+    write: Callable[[PreTrainedModel, Path], Path] = write_gguf
+    if kind.startswith("qwen3_") or kind == "nemotron_h":
+        write = write_recurrent_gguf
+    elif kind in NEWER_ARCHS:
+        write = partial(write_newer, arch=NEWER_ARCHS[kind])
     model, *others = (
         gguf.GGUFReader(write(one, path.with_suffix(f".{i}.gguf")))
         for i, one in enumerate((main, *(layer for layer, _ in layers)))

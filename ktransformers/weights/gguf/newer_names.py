@@ -1,0 +1,94 @@
+"""Names of tensors in files of architectures that the `gguf` package does not know yet.
+
+Facts of llama.cpp's and ik_llama.cpp's converters, by what follows "model.layers.N." in the module tree. Most are the
+same in all architectures; what one has otherwise stands beside it. Knows names only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Mapping
+
+__all__ = ["NEWER", "NewerNames"]
+
+_WHOLE = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    **{f"model.hc_head.hc_{part}": f"output_hc_{part}" for part in ("fn", "base", "scale")},
+}
+
+_PROJECTIONS = ("gate", "up", "down")
+_BLOCK: Mapping[str, str] = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
+    **{f"self_attn.{part}_norm": f"attn_{part}_norm" for part in "qk"},
+    "self_attn.o_proj": "attn_output",
+    "self_attn.g_proj": "attn_gate",
+    "self_attn.sinks": "attn_sinks",
+    # Attention over latents.
+    **{f"self_attn.{part}_proj": f"attn_{part}" for part in ("q_a", "q_b", "kv_b", "k_b", "v_b")},
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    # Indexers: DeepSeek's, and MiniMax's.
+    "self_attn.indexer.wq_b": "indexer.attn_q_b",
+    "self_attn.indexer.wk": "indexer.attn_k",
+    "self_attn.indexer.weights_proj": "indexer.proj",
+    **{f"self_attn.indexer.{part}_norm": f"indexer.{part}_norm" for part in "qk"},
+    **{f"self_attn.indexer.{part}_proj": f"indexer.{part}_proj" for part in "qk"},
+    **{f"self_attn.indexer.index_kpool_compress_{part}": f"indexer_compressor_{part}" for part in ("ape", "gate")},
+    # Kimi's linear attention.
+    **{f"self_attn.{part}_proj": f"ssm_{part}" for part in ("f_a", "f_b", "g_a", "g_b")},
+    "self_attn.b_proj": "ssm_beta",
+    "self_attn.o_norm": "ssm_norm",
+    "self_attn.A_log": "ssm_a",
+    "self_attn.dt_proj": "ssm_dt",
+    # Several residual streams.
+    **{f"{of}_hc.{part}": f"hc_{of}_{part}" for of in ("attn", "ffn") for part in ("fn", "base", "scale")},
+    "mlp.gate": "ffn_gate_inp",
+    **{f"mlp.{part}_proj": f"ffn_{part}" for part in _PROJECTIONS},
+    **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in _PROJECTIONS},
+}
+
+NEWER: Mapping[str, Mapping[str, str | tuple[str, ...]]] = {
+    "bailingmoe3": {"self_attn.f_proj": "ssm_f_a", "self_attn.g_proj": ("attn_gate", "ssm_g_a")},
+    "cohere2_moe": {},
+    "cohere2moe": {},
+    "deepseek32": {},
+    "granite_swa": {"shared_mlp.input_linear": "ffn_up_shexp", "shared_mlp.output_linear": "ffn_down_shexp"},
+    "glm5-next": {},
+    "hy_v3": {},
+    "hy_v4": {"self_attn.gate_proj": "attn_gate"},
+    "laguna": {},
+    "mellum": {},
+    "minimax-m3": {},
+    "step35": {},
+}
+"""Architecture -> names that it has besides those of all, or in place of them. Of several, a layer has one."""
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+
+class NewerNames:
+    """Names of one architecture of NEWER, asked for as `gguf.TensorNameMap` is. stored: all names of the file."""
+
+    def __init__(self, arch: str, stored: Container[str]):
+        self._block = {**_BLOCK, **NEWER[arch]}
+        self._stored = stored
+
+    def get_name(self, key: str, try_suffixes: tuple[str, ...] = ()) -> str | None:
+        """Return the file's name of the module tree's parameter `key`, with the suffix it ends in; None: no name."""
+        for suffix in (*try_suffixes, ""):
+            stem = key.removesuffix(suffix)
+            if suffix and stem == key:
+                continue
+            if stem in _WHOLE:
+                return _WHOLE[stem] + suffix
+            layer = _LAYER.fullmatch(stem)
+            if layer is not None and layer[2] in self._block:
+                tails = self._block[layer[2]]
+                names = [f"blk.{layer[1]}.{one}{suffix}" for one in ((tails,) if isinstance(tails, str) else tails)]
+                return next((one for one in names if one in self._stored), names[0])
+        return None
