@@ -39,7 +39,7 @@ from ktransformers.weights.safetensors.file import SafetensorsModel
 from ktransformers.weights.safetensors.fused_experts import FusedPart, by_expert, fused_parts
 from ktransformers.weights.safetensors.low_bits import LowBitTensor, find_low_bits
 from ktransformers.weights.safetensors.merged import MergedExperts, MergedTensors
-from ktransformers.weights.safetensors.quantization import check_quantization, scale_block
+from ktransformers.weights.safetensors.quantization import check_quantization, scale_block, scale_names
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo
 
 __all__ = ["SafetensorsSource"]
@@ -52,12 +52,12 @@ _TABLE = re.compile(r".*\.(tid2eid|token_ordering)")
 """Whole numbers, experts of each token or tokens of each cluster: read as F32, which holds them exactly."""
 _TABLE_TYPES = ("I32", "I64")
 _MOST_EXACT = 1 << 24
-_SCALE_SUFFIXES = ("_scale_inv", "_scale")  # DeepSeek's block scales; per-tensor or per-row scales of other tools
 _SCALE_DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F8_E8M0": torch.float8_e8m0fnu,
+    "U8": torch.float8_e8m0fnu,
 }
 _IGNORABLE = (
     re.compile(r".*\.(input|activation|input_global)_scale(_ub)?"),  # of activations, which are never as the files say
@@ -330,12 +330,12 @@ class SafetensorsSource:
     def _scale_name(self, stored: str) -> str | None:
         if self._tensors[stored].dtype != FP8:
             return None
-        return next((stored + s for s in _SCALE_SUFFIXES if stored + s in self._tensors), None)
+        return next((name for name in scale_names(stored) if name in self._tensors), None)
 
     def _scales(self, stored: str) -> torch.Tensor:
         name = self._scale_name(stored)
         if name is None:
-            raise TensorMismatchError(f"FP8 tensor {stored!r} has no {stored + _SCALE_SUFFIXES[0]!r} beside it")
+            raise TensorMismatchError(f"FP8 tensor {stored!r} has no {next(scale_names(stored))!r} beside it")
         dtype = _SCALE_DTYPES.get(self._tensors[name].dtype)
         if dtype is None:
             raise UnsupportedError(
