@@ -37,6 +37,7 @@ from ktransformers.weights.source import TensorInfo
 
 __all__ = [
     "FLOAT_DTYPES",
+    "MOST_EXACT",
     "BlockMatrix",
     "BlockScaledMatrix",
     "ExpertMatrix",
@@ -51,6 +52,9 @@ logger = logging.getLogger(__name__)
 
 CHUNK_WEIGHTS = 1 << 16  # what one worker holds in fp32 at a time
 _COPIED_COLS = 64
+
+MOST_EXACT = 1 << 24
+"""The largest whole number up to which F32 holds all."""
 
 FLOAT_DTYPES = {QuantType.F32: torch.float32, QuantType.F16: torch.float16, QuantType.BF16: torch.bfloat16}
 _QUANTIZABLE_STORED = frozenset({"F32", "F16", "BF16", "F8_E4M3"})

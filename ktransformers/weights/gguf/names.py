@@ -18,6 +18,7 @@ import gguf
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf_refused import check_architecture
+from ktransformers.weights.gguf.own_names import OWN_ARCHITECTURES, own_name
 from ktransformers.weights.gguf.recurrent_names import (
     Form,
     ba_rows,
@@ -27,7 +28,16 @@ from ktransformers.weights.gguf.recurrent_names import (
     value_columns,
 )
 
-__all__ = ["ARCHITECTURES", "ArchFacts", "Change", "GGUFNames", "Stored", "ignorable_gguf", "is_of_other_parts"]
+__all__ = [
+    "ARCHITECTURES",
+    "ArchFacts",
+    "Change",
+    "GGUFNames",
+    "Stored",
+    "ignorable_gguf",
+    "is_of_other_parts",
+    "is_table",
+]
 
 
 class Change(Enum):
@@ -40,6 +50,7 @@ class Change(Enum):
     TRANSPOSE = auto()  # the module has [in, out]
     KV_B_FROM_PARTS = auto()  # (k_b [H, R, nope], v_b [H, V, R]) -> [H * (nope + V), R]
     LOG_OF_NEGATIVE = auto()  # the file holds -exp(values)
+    WHOLE_NUMBERS = auto()  # int32, which F32 holds exactly
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +119,7 @@ ARCHITECTURES: dict[str, ArchFacts] = {
     "lfm2moe": _PLAIN,
     "mamba": _PLAIN,
     "mamba2": _PLAIN,
+    **dict.fromkeys(OWN_ARCHITECTURES, _PLAIN),
     "qwen3next": ArchFacts(norm_plus_one=True),
     "qwen35": _QWEN35,
     "qwen35moe": _QWEN35,
@@ -191,6 +203,11 @@ def is_of_other_parts(name: str) -> bool:
     return _OTHER_PARTS.fullmatch(name) is not None
 
 
+def is_table(stored: str) -> bool:
+    """Whether a tensor of a file holds whole numbers: the experts of each token."""
+    return stored.endswith(".ffn_gate_tid2eid.weight")
+
+
 def ignorable_gguf(name: str, stored: Container[str], num_layers: int) -> bool:
     """Whether a tensor that no module asked for may be left over without an error.
 
@@ -212,12 +229,12 @@ class GGUFNames:
 
     def __init__(self, arch: str, facts: ModelFacts, stored: Container[str]):
         check_architecture(arch, ARCHITECTURES)
-        if arch not in _ARCH_IDS:
+        if arch not in _ARCH_IDS and arch not in OWN_ARCHITECTURES:
             raise UnsupportedError(f"the installed gguf package does not know architecture {arch!r}; update it")
         self._arch, self._arch_name = ARCHITECTURES[arch], arch
         self._stored = stored
         self._facts = facts
-        self._map = gguf.get_tensor_name_map(_ARCH_IDS[arch], facts.num_layers)
+        self._map = gguf.get_tensor_name_map(_ARCH_IDS[arch], facts.num_layers) if arch in _ARCH_IDS else None
 
     def find(self, name: str) -> Stored | None:
         """Return the tensors that HF's parameter or buffer `name` is made of, or None when the file has none."""
@@ -280,6 +297,9 @@ class GGUFNames:
         return None if match is None else f"blk.{match[1]}."
 
     def _direct(self, name: str) -> str | None:
+        if self._map is None:
+            own = own_name(self._arch_name, name)
+            return own if own is not None and own in self._stored else None
         block = self.block(name)
         for pattern, tail in _BLOCK_NAMES:
             if block is not None and pattern.search(name):
@@ -302,6 +322,8 @@ class GGUFNames:
             return Stored((stored,), Change.TRANSPOSE)
         if self._arch.norm_plus_one and name.endswith("norm.weight") and not name.endswith(".linear_attn.norm.weight"):
             return Stored((stored,), Change.SUBTRACT_ONE)
+        if is_table(stored):
+            return Stored((stored,), Change.WHOLE_NUMBERS)
         change = Change.LOG_OF_NEGATIVE if name.endswith(".A_log") else Change.NONE
         form, delta = form_of(name, self._arch_name), self._facts.delta
         if not self._arch.tiled_values or delta is None:

@@ -27,6 +27,7 @@ from ktransformers.models.facts import ModelFacts
 from ktransformers.weights.conversion.checkpoint_names import CheckpointNames, Origin
 from ktransformers.weights.conversion.operations import converted, converted_shape, sizes_of
 from ktransformers.weights.experts import (
+    MOST_EXACT,
     BlockScaledMatrix,
     ExpertMatrix,
     FloatMatrix,
@@ -51,7 +52,6 @@ _NATURAL = {"F32": QuantType.F32, "F16": QuantType.F16, "BF16": QuantType.BF16, 
 _TABLE = re.compile(r".*\.(tid2eid|token_ordering)")
 """Whole numbers, experts of each token or tokens of each cluster: read as F32, which holds them exactly."""
 _TABLE_TYPES = ("I32", "I64")
-_MOST_EXACT = 1 << 24
 _SCALE_DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
@@ -280,8 +280,8 @@ class SafetensorsSource:
 
     def _table(self, stored: str) -> torch.Tensor:
         values = self._model.torch_tensor(stored)
-        if values.numel() and int(values.abs().max()) > _MOST_EXACT:
-            raise UnsupportedError(f"tensor {stored!r} holds numbers beyond {_MOST_EXACT}, which F32 does not hold")
+        if values.numel() and int(values.abs().max()) > MOST_EXACT:
+            raise UnsupportedError(f"tensor {stored!r} holds numbers beyond {MOST_EXACT}, which F32 does not hold")
         return values
 
     def _natural(self, stored: str) -> QuantType:

@@ -155,7 +155,7 @@ _GEMMA4_E4B: dict[str, object] = {
 _MINICPM = {**MORE_TYPES["granite"], "attention_multiplier": 16**-0.5}
 
 
-TESTED_ELSEWHERE: set[str] = set()
+TESTED_ELSEWHERE: set[str] = {"deepseek4"}
 """Architectures whose files another module of tests writes."""
 
 
