@@ -43,6 +43,8 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("dream", "llada", "llada-moe", "rnd1"), _DIFFUSION),
     **dict.fromkeys(("clip", "cogvlm", "chameleon"), _IMAGES),
     **dict.fromkeys(("mistral4", "step35", "deepseek2-ocr", "hunyuan_vl", "paddleocr"), _COMPOSITE),
+    **dict.fromkeys(("deepseek41", "kimi-k3"), _NO_CLASS),
+    "clef": "it chooses among the options of a schema, and writes no text",
     "wavtokenizer-dec": "it makes sound",
     "minicpm3": "its attention over latents is not read from GGUF files",
     "t5": "it is an encoder-decoder",

@@ -25,6 +25,8 @@ _EXPERT = re.compile(
     r"(?P<key>.*\.experts)\.(?P<index>\d{1,9})\.(?P<part>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight"
 )
 _BY_MODALITY = ("ErnieFuseAndSplitTextVisionExperts",)
+_NAMED_AS_PART_OF = {"step3p5": "step3p7"}
+"""Text models that are published alone, too, by the composite whose table has their names."""
 _PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 
 
@@ -66,6 +68,7 @@ class CheckpointNames:
     """
 
     def __init__(self, model_type: str, stored: Iterable[str], composite_type: str | None = None):
+        composite_type = composite_type or _NAMED_AS_PART_OF.get(model_type)
         tables = [_Table(kind) for kind in (composite_type, model_type) if kind is not None]
         converters = [converter for table in tables for converter in table.converters]
         self.plain: dict[str, str] = {}
