@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ktransformers.config import EngineConfig
 from tests.support.engines.one_sequence import static_engine
 from tests.support.models.agreement import INT8_TOLERANCE, TOLERANCE, logits_of, prompt
-from tests.support.models.deepseek_v4_files import published_name, write_published
+from tests.support.models.fp8_models import published_name, write_published
 from tests.support.models.tiny_models import tiny_model, write_safetensors
 
 LENGTH = 48  # three windows; more entries than the indexer chooses

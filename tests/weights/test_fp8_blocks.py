@@ -16,7 +16,7 @@ from ktransformers.kernels.types import GroupType, OwnType, QuantType
 from ktransformers.models.facts import ModelFacts
 from ktransformers.weights.safetensors.file import open_safetensors
 from ktransformers.weights.safetensors.source import SafetensorsSource
-from tests.support.models.deepseek_v4_files import to_fp4
+from tests.support.models.fp8_models import to_fp4
 from tests.support.models.group_blocks import dequantized
 from tests.support.models.tiny_models import tiny_config
 

@@ -309,7 +309,7 @@ class SafetensorsSource:
         if widened:
             logger.warning(
                 "%d of %d FP8 tensors are held as BF16 unless they are quantized while loading: kernels want one scale "
-                "per matrix or per %d x %d weights",
+                "per matrix, per %d x %d weights, or per block of a multiple of 32 columns in one matrix",
                 widened,
                 len(stored),
                 FP8_BLOCK,

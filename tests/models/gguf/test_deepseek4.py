@@ -24,7 +24,7 @@ from ktransformers.weights.gguf.source import GGUFSource
 from tests.support.engines.one_sequence import static_engine
 from tests.support.gguf.writer import add_tensor
 from tests.support.models.agreement import INT8_TOLERANCE, TOLERANCE, dequantized, logits_of, prompt
-from tests.support.models.deepseek_v4_files import published_name
+from tests.support.models.fp8_models import published_name
 from tests.support.models.tiny_models import tiny_model
 
 LENGTH = 300  # two entries of 128 tokens, more of 4 than the indexer chooses
