@@ -91,8 +91,9 @@ def test_other_blocks_than_the_config_names(
 ) -> None:
     codes, scales, _ = matrix(stored, torch.float8_e8m0fnu)
     source = source_of(tmp_path, {NAME: codes, f"{NAME}_scale_inv": scales}, said)
-    with pytest.raises(TensorMismatchError, match=r"scales of FP8 tensor .* in blocks of"):
-        source.tensor(NAME)
+    for read in (source.find, source.tensor):  # a plan is refused as well
+        with pytest.raises(TensorMismatchError, match=r"scales of FP8 tensor .* in blocks of"):
+            read(NAME)
 
 
 def test_fp4_of_deepseek_v4(tmp_path: Path) -> None:

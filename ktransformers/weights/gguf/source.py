@@ -14,7 +14,7 @@ from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels.cpu.pages import page_out
 from ktransformers.kernels.types import ExpertWeights, Fp8Matrix, QuantType, RawTensor, block_size, row_bytes
 from ktransformers.models.facts import ModelFacts
-from ktransformers.weights.experts import MOST_EXACT, RawMatrix, check_expert_shape, expert_info, load_matrices
+from ktransformers.weights.experts import RawMatrix, check_exact, check_expert_shape, expert_info, load_matrices
 from ktransformers.weights.gguf.file import OTHER_FILE, GGUFModel
 from ktransformers.weights.gguf.names import Change, GGUFNames, Stored, ignorable_gguf, is_of_other_parts, is_table
 from ktransformers.weights.gguf.recurrent_names import Form
@@ -152,10 +152,7 @@ class GGUFSource:
         """Whole numbers of a tensor, as they are."""
         if raw.qtype is not QuantType.I32:
             raise UnsupportedError(f"tensor {name!r} is stored as {raw.qtype.name}; whole numbers (I32) are needed")
-        values = typed_view(raw.data, torch.int32).reshape(raw.shape)
-        if values.numel() and int(values.abs().max()) > MOST_EXACT:
-            raise UnsupportedError(f"tensor {name!r} holds numbers beyond {MOST_EXACT}, which F32 does not hold")
-        return values
+        return check_exact(typed_view(raw.data, torch.int32).reshape(raw.shape), name)
 
     def find_experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertsInfo | None:
         """Return facts about the experts of module `key` ("model.layers.3.mlp.experts")."""
