@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ktransformers.models.families import FAMILIES, Refusal, Since, Support
+from ktransformers.models.families import FAMILIES, NOT_IN_TRANSFORMERS, Refusal, Since, Support
 
 PAGE = Path(__file__).with_name("models.md")
 BEGIN, END = "<!-- families: written by `make families` -->", "<!-- end of families -->"
@@ -21,6 +21,9 @@ def families_text() -> str:
         if isinstance(support, Refusal):
             refusals.setdefault(support, []).append(f"`{name}`{when}")
     rows = sorted((refusal.means, ", ".join(names)) for refusal, names in refusals.items())
+    missing: dict[str, list[str]] = {}
+    for name, lacks in NOT_IN_TRANSFORMERS.items():
+        missing.setdefault(lacks, []).append(f"`{name}`")
     tested, checked = (
         [f"`{name}`{when}" for name, support, when in lines if support is kind]
         for kind in (Support.TESTED, Support.CHECKED)
@@ -37,6 +40,13 @@ def families_text() -> str:
             "| because | families |",
             "|---|---|",
             *(f"| {means} | {names} |" for means, names in rows),
+            "",
+            f"**Without a class in transformers** ({len(NOT_IN_TRANSFORMERS)}), and refused by name unless they bring "
+            "code of their own and `--trust_remote_code` runs it:",
+            "",
+            "| lacks | families |",
+            "|---|---|",
+            *(f"| {lacks} | {', '.join(names)} |" for lacks, names in sorted(missing.items())),
         ]
     )
 

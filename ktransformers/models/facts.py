@@ -46,6 +46,10 @@ _NUM_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts
 _LAYER_WORDS = ("layer_types", "layers_block_type")
 _IS_MOE = ("is_moe", "enable_moe_block")  # of families that count experts in dense models too
 _EXTENDED_BY_FACTOR = ("linear", "dynamic")
+_UNKNOWN_FIELDS = {  # of Kimi-K3, whose text config calls itself kimi_linear
+    "attn_res_block_size": "residuals across blocks of layers",
+    "routed_expert_hidden_size": "experts in a narrower space",
+}
 
 
 class LayerKind(StrEnum):
@@ -278,6 +282,9 @@ def _check_supported(config: ConfigFields) -> None:
             f"model type {model_type} adds to attention's scores what it has learned of distances (rel_extent), which "
             "no kernel does"
         )
+    for name, what in _UNKNOWN_FIELDS.items():
+        if config.raw(name):
+            raise UnsupportedError(f"model type {model_type} has {what} ({name}), which is not supported")
     loops = config.find("n_recurrent_loops") or 1
     if loops > 1:
         raise UnsupportedError(

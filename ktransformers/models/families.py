@@ -15,7 +15,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import version
 
-__all__ = ["FAMILIES", "FAMILY_SUPPORT", "TESTED_TYPES", "Refusal", "Since", "Support", "support_in"]
+__all__ = [
+    "FAMILIES",
+    "FAMILY_SUPPORT",
+    "NOT_IN_TRANSFORMERS",
+    "TESTED_TYPES",
+    "Refusal",
+    "Since",
+    "Support",
+    "support_in",
+]
 
 Version = tuple[int, int]
 """Of transformers: 5.24.1 is (5, 24)."""
@@ -314,6 +323,7 @@ FAMILIES: Mapping[str, Support | Refusal | Since] = {
     "minimax_m3_vl": CHECKED,
     "mistral4": CHECKED,
     "mistral_large4": INDEXED,
+    "muse_glimmer": CHECKED,
     "muse_spark": CHECKED,
     "nemotron_h_omni": CHECKED,
     "qwen3_omni_moe_thinker": CHECKED,
@@ -322,6 +332,20 @@ FAMILIES: Mapping[str, Support | Refusal | Since] = {
     "unlimited_ocr": REFERENCES,
 }
 """By model_type of a model's config. One line is one family."""
+
+_HYPER_LATENT = "latent attention between hyper-connections, which its own Python code computes"
+
+NOT_IN_TRANSFORMERS: Mapping[str, str] = {
+    "deepseek_v41": (
+        "an encoder and a decoder over shared compressed streams, embeddings of n-grams (Engram), and "
+        "hyper-connections that lag by a block"
+    ),
+    "kimi_k3": "residuals across blocks of layers, experts in a narrower space, and an activation of its own (SiTU)",
+    "telechat4": _HYPER_LATENT,
+    "xing4_0": _HYPER_LATENT,
+    "xingchen4": _HYPER_LATENT,
+}
+"""By model_type of published configs that no version of transformers has a class for: what it would have to compute."""
 
 
 def support_in(transformers: Version) -> dict[str, Support | Refusal]:

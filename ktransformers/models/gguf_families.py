@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 
 from ktransformers.errors import UnsupportedError
+from ktransformers.models.gguf_compressed import COMPRESSED_FAMILIES
 from ktransformers.models.gguf_dense import DENSE_FAMILIES, granite_multipliers
 from ktransformers.models.gguf_fields import (
     SIGMOID,
@@ -430,6 +431,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2vl": _qwen2,
     "qwen3vl": _qwen3,
     "qwen3vlmoe": _qwen3moe,
+    **COMPRESSED_FAMILIES,
     **DENSE_FAMILIES,
     **NEWER_FAMILIES,
     **RECURRENT_FAMILIES,

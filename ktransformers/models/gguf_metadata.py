@@ -53,8 +53,13 @@ class Metadata:
 
     @property
     def layers(self) -> int:
-        """Number of layers of the model itself, without those of multi-token prediction at its end."""
-        return self.int("block_count") - (self.find_int("nextn_predict_layers") or 0)
+        """Number of layers of the model itself, without those of multi-token prediction at its end.
+
+        A file may say that the model has such layers and hold none (llama.cpp's converter of DeepSeek-V4).
+        """
+        blocks, predicting = self.int("block_count"), self.find_int("nextn_predict_layers") or 0
+        is_there = any(name.startswith(f"blk.{blocks - predicting}.nextn.") for name in self.shapes)
+        return blocks - predicting if is_there else blocks
 
     def has(self, tensor: str) -> bool:
         """Whether any layer, or the model itself, has the tensor: `tensor` is a regex of what follows "blk.N."."""

@@ -12,6 +12,8 @@ from functools import partial
 from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV4Config,
+    Glm5NextTextConfig,
     GptOssConfig,
     PretrainedConfig,
     Qwen3_5MoeTextConfig,
@@ -203,6 +205,95 @@ def _deepseek_v3(num_layers: int) -> PretrainedConfig:
     )
 
 
+def _deepseek_v4_flash(num_layers: int) -> PretrainedConfig:
+    """Two layers with a window alone, then compressed ones in turn; the first three route by token."""
+    kinds = ["compressed_sparse_attention", "heavily_compressed_attention"]
+    return DeepseekV4Config(
+        architectures=["DeepseekV4ForCausalLM"],
+        vocab_size=129280,
+        hidden_size=4096,
+        moe_intermediate_size=2048,
+        num_hidden_layers=num_layers,
+        layer_types=["sliding_attention" if i < 2 else kinds[i % 2] for i in range(num_layers)],
+        mlp_layer_types=["hash_moe" if i < 3 else "moe" for i in range(num_layers)],
+        num_attention_heads=64,
+        num_key_value_heads=1,
+        head_dim=512,
+        partial_rotary_factor=0.125,
+        q_lora_rank=1024,
+        o_lora_rank=1024,
+        o_groups=8,
+        n_routed_experts=256,
+        n_shared_experts=1,
+        num_experts_per_tok=6,
+        routed_scaling_factor=1.5,
+        swiglu_limit=10.0,
+        sliding_window=128,
+        index_n_heads=64,
+        index_head_dim=128,
+        index_topk=512,
+        hc_mult=4,
+        hc_sinkhorn_iters=20,
+        max_position_embeddings=1048576,
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+        compress_rope_theta=160000.0,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 65536,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+        },
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+def _glm_5_3_flash(num_layers: int) -> PretrainedConfig:
+    """The language model; every fourth layer attends, the others have a state."""
+    return Glm5NextTextConfig(
+        architectures=["Glm5NextForConditionalGeneration"],
+        vocab_size=154880,
+        hidden_size=4096,
+        intermediate_size=12288,
+        moe_intermediate_size=2048,
+        num_hidden_layers=num_layers,
+        layer_types=["indexed_attention" if i % 4 == 3 else "linear_attention" for i in range(num_layers)],
+        mlp_layer_types=["dense" if i < 3 else "sparse" for i in range(num_layers)],
+        num_attention_heads=64,
+        num_key_value_heads=64,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=256,
+        qk_rope_head_dim=0,
+        v_head_dim=256,
+        n_routed_experts=288,
+        n_shared_experts=1,
+        num_experts_per_tok=8,
+        routed_scaling_factor=2.5,
+        norm_topk_prob=True,
+        index_n_heads=32,
+        index_head_dim=128,
+        index_topk=2048,
+        index_kpool=4,
+        linear_head_dim=128,
+        linear_num_heads=64,
+        linear_conv_kernel_dim=4,
+        linear_lower_bound=-5.0,
+        hc_mult=4,
+        hc_sinkhorn_iters=20,
+        max_position_embeddings=1048576,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
 def _gpt_oss(num_layers: int, num_experts: int) -> PretrainedConfig:
     return GptOssConfig(
         architectures=["GptOssForCausalLM"],
@@ -261,6 +352,8 @@ SHAPES: Mapping[str, PublishedShape] = {
         PublishedShape("qwen3-30b-a3b", 48, _qwen3_30b_a3b),
         PublishedShape("deepseek-v2-lite", 27, _deepseek_v2_lite),
         PublishedShape("deepseek-v3", 61, _deepseek_v3, has_mtp=True),
+        PublishedShape("deepseek-v4-flash", 43, _deepseek_v4_flash),
+        PublishedShape("glm-5.3-flash", 45, _glm_5_3_flash),
         PublishedShape("gpt-oss-20b", 24, partial(_gpt_oss, num_experts=32)),
         PublishedShape("gpt-oss-120b", 36, partial(_gpt_oss, num_experts=128)),
         PublishedShape("qwen3.6-35b-a3b", 40, _qwen3_6_35b_a3b, has_mtp=True),

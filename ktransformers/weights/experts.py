@@ -42,6 +42,7 @@ __all__ = [
     "ExpertMatrix",
     "FloatMatrix",
     "RawMatrix",
+    "check_exact",
     "check_expert_shape",
     "expert_info",
     "load_matrices",
@@ -52,6 +53,7 @@ logger = logging.getLogger(__name__)
 CHUNK_WEIGHTS = 1 << 16  # what one worker holds in fp32 at a time
 _COPIED_COLS = 64
 
+_MOST_EXACT = 1 << 24  # up to it F32 holds all whole numbers
 FLOAT_DTYPES = {QuantType.F32: torch.float32, QuantType.F16: torch.float16, QuantType.BF16: torch.bfloat16}
 _QUANTIZABLE_STORED = frozenset({"F32", "F16", "BF16", "F8_E4M3"})
 
@@ -151,6 +153,13 @@ class BlockScaledMatrix(ExpertMatrix):
             grid = [-(-size // FP8_BLOCK) for size in self.shape]
             scales = scales.expand(grid)
         return Fp8Matrix(self.values.view(torch.uint8), scales.contiguous())
+
+
+def check_exact(values: torch.Tensor, name: str) -> torch.Tensor:
+    """Return whole numbers `values`, of tensor `name`. Raises UnsupportedError for those that F32 does not hold."""
+    if values.numel() and int(values.abs().max()) > _MOST_EXACT:
+        raise UnsupportedError(f"tensor {name!r} holds numbers beyond {_MOST_EXACT}, which F32 does not hold")
+    return values
 
 
 def check_expert_shape(name: str, shape: Sequence[int], wanted: Sequence[int]) -> None:

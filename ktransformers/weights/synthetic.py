@@ -2,7 +2,8 @@
 
 Blocks are those of llama.cpp's Q4_K_M mixture as it is usually measured: matrices Q4_K, the LM head and the experts'
 down projections Q6_K, the split latent up-projections Q8_0, routers and vectors F32. Rows that blocks of 256 cannot
-hold are Q8_0, or F32 when blocks of 32 cannot either. Gpt-oss is as its GGUFs are: experts MXFP4, other matrices Q8_0.
+hold are Q8_0, or F32 when blocks of 32 cannot either. Gpt-oss and DeepSeek-V4 are as published: experts MXFP4, other
+matrices of as many bits (Q8_0). Tables of each token's experts hold any of them, F32.
 
 Every matrix has zero mean, and embeddings are large beside what layers add to them. Otherwise the hidden states of all
 tokens would collapse to one direction, all tokens would choose the same experts, and batched figures would be a lie.
@@ -44,6 +45,7 @@ _CHUNK = 4 << 20  # bytes that one thread makes at a time
 _ROUTER = re.compile(r"(?:gate|router)(?:\.wg)?\.weight$")
 _CONVOLUTION = re.compile(r"\.conv(?:1d|\.conv)\.weight$")  # short ones, of recurrent layers
 _DECAYS = ".A_log"
+_TABLE = ".tid2eid"
 _KV_B = ".self_attn.kv_b_proj.weight"
 
 # Of one block: bytes where its fp16 scale begins, and what the scale is about.
@@ -131,7 +133,7 @@ class SyntheticSource:
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], facts: ModelFacts, routing: str = ROUTINGS[0]):
-        self._top_k = facts.top_k() or 1
+        self._top_k, self._num_experts = facts.top_k() or 1, 0 if facts.experts is None else facts.experts.num_experts
         self.routing, self._is_skewed = routing, routing != ROUTINGS[0]
         self._shapes = {name: tuple(shape) for name, shape in shapes.items() if ".experts." not in name}
         self._model_type = facts.model_type
@@ -167,6 +169,8 @@ class SyntheticSource:
     def tensor(self, name: str) -> RawTensor:
         """Return a tensor in its block type. Raises TensorMismatchError for a name that the model does not have."""
         info = self._found(name)
+        if name.endswith(_TABLE):
+            return RawTensor.from_tensor(self._table(name, info.shape))
         if info.resident_type is QuantType.F32:
             values = _floats(name, info.shape)
             if self._is_skewed and _ROUTER.search(name) and len(info.shape) == 2:
@@ -215,8 +219,15 @@ class SyntheticSource:
             raise TensorMismatchError(f"the model has no tensor {name!r}: no random weights can be made for it")
         return info
 
+    def _table(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Different experts for each token, fp32 [tokens, top_k]."""
+        generator = np.random.Generator(np.random.SFC64(zlib.crc32(name.encode())))
+        first = generator.integers(0, self._num_experts, (shape[0], 1))
+        step = generator.integers(1, max(self._num_experts // shape[1], 2), (shape[0], 1))
+        return torch.from_numpy(((first + step * np.arange(shape[1])) % self._num_experts).astype(np.float32))
+
     def _type(self, name: str, shape: tuple[int, ...]) -> QuantType:
-        if len(shape) < 2 or name.endswith(_DECAYS) or _ROUTER.search(name) or _CONVOLUTION.search(name):
+        if len(shape) < 2 or name.endswith((_DECAYS, _TABLE)) or _ROUTER.search(name) or _CONVOLUTION.search(name):
             return QuantType.F32
         if len(shape) == 3:
             return _held_as(QuantType.Q8_0, shape[-1])

@@ -1,4 +1,4 @@
-"""DeepSeek-V4 under the names of its published files, and on other numbers of threads.
+"""DeepSeek-V4 under the names and in the formats of its published files, and on other numbers of threads.
 
 Logits, chunks and steps are compared in test_agreement.py and test_families.py, packed sequences in tests/engine.
 """
@@ -14,16 +14,11 @@ from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
 from tests.support.engines.one_sequence import static_engine
-from tests.support.models.agreement import TOLERANCE, logits_of, prompt
+from tests.support.models.agreement import INT8_TOLERANCE, TOLERANCE, logits_of, prompt
+from tests.support.models.fp8_models import published_name, write_published
 from tests.support.models.tiny_models import tiny_model, write_safetensors
 
 LENGTH = 48  # three windows; more entries than the indexer chooses
-PUBLISHED = {
-    "model.embed_tokens.weight": "embed.weight",
-    "model.hc_head.hc_fn": "hc_head_fn",
-    "model.hc_head.hc_base": "hc_head_base",
-    "model.hc_head.hc_scale": "hc_head_scale",
-}
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +43,26 @@ def forward(folder: Path, num_threads: int) -> torch.Tensor:
 def test_the_names_of_published_files(model: PreTrainedModel, want: torch.Tensor, tmp_path: Path) -> None:
     """Without the base model's prefix, with names of its own, and with a block for multi-token prediction."""
     file = write_safetensors(model, tmp_path) / "model.safetensors"
-    tensors = safetensors.torch.load_file(file)
-    assert set(PUBLISHED) <= set(tensors)
-    renamed = {PUBLISHED.get(name, name.removeprefix("model.")): tensor for name, tensor in tensors.items()}
+    renamed = {published_name(name): tensor for name, tensor in model.state_dict().items() if ".experts." not in name}
+    for name, fused in model.state_dict().items():
+        if ".experts." in name:
+            parts = fused.chunk(2, dim=1) if "gate_up" in name else (fused,)
+            for part, matrices in zip(("w1", "w3") if "gate_up" in name else ("w2",), parts, strict=True):
+                prefix = published_name(name).rpartition(".")[0]
+                renamed |= {f"{prefix}.{i}.{part}.weight": one.contiguous() for i, one in enumerate(matrices)}
     safetensors.torch.save_file({**renamed, "mtp.0.norm.weight": torch.ones(64)}, file)
     assert (forward(tmp_path, 1) - want).abs().max() <= TOLERANCE * want.abs().max()
+
+
+@pytest.mark.parametrize("block", [(128, 128), (32, 32)])
+def test_fp4_and_fp8_as_published(block: tuple[int, int], tmp_path: Path) -> None:
+    """V4 has blocks of 128 x 128, V4.1 of 32 x 32; the widest matrices here have several of both, some of them cut."""
+    model = tiny_model("deepseek_v4", seed=3, layers=3, hidden=256, q_lora_rank=160)
+    write_published(model, tmp_path, block)
+    want = logits_of(model, prompt(model.config.vocab_size, LENGTH))
+    got = forward(tmp_path, 1)
+    assert (got - want).abs().max() <= INT8_TOLERANCE * want.abs().max()
+    assert torch.equal(forward(tmp_path, 2), got)
 
 
 def test_threads_change_nothing(model: PreTrainedModel, want: torch.Tensor, tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ def test_the_command_line_names_every_shape() -> None:
         ("qwen3-30b-a3b", 30.5),
         ("deepseek-v2-lite", 15.7),
         ("deepseek-v3", 671),
+        ("deepseek-v4-flash", 284),
+        ("glm-5.3-flash", 313),  # of 320: without its layer for multi-token prediction and the part for images
         ("gpt-oss-20b", 20.91),
         ("gpt-oss-120b", 116.83),
         ("qwen3.6-35b-a3b", 35),

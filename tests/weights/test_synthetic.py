@@ -189,3 +189,14 @@ def test_longer_rows_of_a_quarter_have_most_picks(num_experts: int, top_k: int) 
     logits[:, : num_experts // 4] *= skewed_gain(num_experts, top_k)
     chosen = np.argsort(-logits, axis=1)[:, :top_k]
     assert abs((chosen < num_experts // 4).mean() - 0.7) < 0.03
+
+
+def test_every_token_has_experts_of_its_own() -> None:
+    facts = ModelFacts.of(tiny_config("deepseek_v4"))
+    name, shape = "model.layers.0.mlp.gate.tid2eid", (50, 6)
+    source = SyntheticSource({name: shape}, facts)
+    info, table = source.find(name), source.dense(name)
+    assert info is not None
+    assert (info.resident_type, table.shape) == (QuantType.F32, shape)
+    assert all(len(set(row)) == 6 and set(row) <= set(range(8)) for row in table.tolist())
+    assert len({tuple(row) for row in table.tolist()}) > 1

@@ -19,6 +19,7 @@ from ktransformers.engine.model.file_layouts import arrange
 from ktransformers.engine.model.text_models import causal_class
 from ktransformers.errors import ConfigError, UnsupportedError, reason_of
 from ktransformers.models.facts import LayerFacts, LayerKind, ModelFacts
+from ktransformers.models.families import NOT_IN_TRANSFORMERS
 from ktransformers.models.fused_experts_adapter import adapt_fused_experts
 from ktransformers.models.layers import number_mixers
 from ktransformers.models.registry import OTHER_NAMES
@@ -49,6 +50,8 @@ _SUPPORTED_KINDS = frozenset(
     {LayerKind.FULL, LayerKind.SLIDING, LayerKind.CHUNKED, LayerKind.LATENT, LayerKind.COMPRESSED}
     | {LayerKind.RECURRENT, LayerKind.HYBRID, LayerKind.ROWWISE}
 )
+_OF_DECISIONS = "joint_head_config.json"
+"""Beside the config of a model that decides the fields of a schema; its config.json is that of Qwen3.5."""
 _WITH_STATE = frozenset({LayerKind.RECURRENT, LayerKind.HYBRID})
 
 
@@ -86,12 +89,22 @@ def _read_config_file(path: Path, trust_remote_code: bool) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no JSON object; it is not a model's config")
     check_config_values(values, f"{path}:")
+    if path.with_name(_OF_DECISIONS).is_file():
+        raise UnsupportedError(
+            f"{path.with_name(_OF_DECISIONS)}: the model (Clef) chooses among the options of a schema by a head of its "
+            "own, and writes no text"
+        )
     model_type = values.get("model_type")
     if isinstance(model_type, str) and (model_type in CONFIG_MAPPING or model_type in OTHER_NAMES):
         return values
+    if "auto_map" in values and trust_remote_code:
+        return values
+    if (missing := NOT_IN_TRANSFORMERS.get(str(model_type))) is not None:
+        raise UnsupportedError(
+            f"{path}: model_type {model_type!r} is not supported: transformers {__version__} has no class for it "
+            f"({missing})"
+        )
     if "auto_map" in values:
-        if trust_remote_code:
-            return values
         raise ConfigError(f"{path}: the model needs Python code that comes with it; --trust_remote_code runs it")
     if not isinstance(model_type, str):
         raise ConfigError(f"{path} names no model_type, so it is not a model's config")

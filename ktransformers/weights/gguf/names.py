@@ -28,7 +28,16 @@ from ktransformers.weights.gguf.recurrent_names import (
     value_columns,
 )
 
-__all__ = ["ARCHITECTURES", "ArchFacts", "Change", "GGUFNames", "Stored", "ignorable_gguf", "is_of_other_parts"]
+__all__ = [
+    "ARCHITECTURES",
+    "ArchFacts",
+    "Change",
+    "GGUFNames",
+    "Stored",
+    "ignorable_gguf",
+    "is_of_other_parts",
+    "is_table",
+]
 
 
 class Change(Enum):
@@ -42,6 +51,7 @@ class Change(Enum):
     KV_B_FROM_PARTS = auto()  # (k_b [H, R, nope], v_b [H, V, R]) -> [H * (nope + V), R]
     LOG_OF_NEGATIVE = auto()  # the file holds -exp(values)
     LOG = auto()  # the file holds exp(values)
+    WHOLE_NUMBERS = auto()  # int32, which F32 holds exactly
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +119,7 @@ ARCHITECTURES: dict[str, ArchFacts] = {
     "granitehybrid": _LLAMA,
     "nemotron_h": _LLAMA,
     "nemotron_h_moe": _LLAMA,
+    "deepseek4": _PLAIN,
     "falcon-h1": _PLAIN,
     "jamba": _PLAIN,
     "kimi-linear": _PLAIN,
@@ -201,6 +212,11 @@ _OTHER_PARTS = re.compile(r"(v|a|mm|mtp|resampler)\..*")
 def is_of_other_parts(name: str) -> bool:
     """Whether a tensor belongs to a part for images or sound, or that drafts, which Ollama keeps in the same file."""
     return _OTHER_PARTS.fullmatch(name) is not None
+
+
+def is_table(stored: str) -> bool:
+    """Whether a tensor of a file holds whole numbers: the experts of each token."""
+    return stored.endswith(".ffn_gate_tid2eid.weight")
 
 
 def ignorable_gguf(name: str, stored: Container[str], num_layers: int) -> bool:
@@ -329,6 +345,8 @@ class GGUFNames:
             return Stored((stored,), Change.TRANSPOSE)
         if self._arch.norm_plus_one and name.endswith("norm.weight") and not name.endswith(".linear_attn.norm.weight"):
             return Stored((stored,), Change.SUBTRACT_ONE)
+        if is_table(stored):
+            return Stored((stored,), Change.WHOLE_NUMBERS)
         change = Change.NONE
         if name.endswith(".A_log"):
             change = Change.LOG if self._arch.positive_decay else Change.LOG_OF_NEGATIVE

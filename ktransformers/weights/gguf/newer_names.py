@@ -52,11 +52,29 @@ _BLOCK: Mapping[str, str] = {
     **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in _PROJECTIONS},
 }
 
+
+def _compressor(module: str, stored: str) -> dict[str, str]:
+    """Names of a compressor of DeepSeek-V4."""
+    parts = {"kv_proj": "kv", "gate_proj": "gate", "position_bias": "ape", "kv_norm": "norm"}
+    return {f"{module}.{part}": f"{stored}_{tail}" for part, tail in parts.items()}
+
+
 NEWER: Mapping[str, Mapping[str, str | tuple[str, ...]]] = {
     "bailingmoe3": {"self_attn.f_proj": "ssm_f_a", "self_attn.g_proj": ("attn_gate", "ssm_g_a")},
     "cohere2_moe": {},
     "cohere2moe": {},
     "deepseek32": {},
+    "deepseek4": {
+        "self_attn.kv_proj": "attn_kv",
+        "self_attn.q_a_norm": "attn_q_a_norm",
+        "self_attn.kv_norm": "attn_kv_a_norm",
+        **{f"self_attn.o_{part}_proj": f"attn_output_{part}" for part in "ab"},
+        **_compressor("self_attn.compressor", "attn_compressor"),
+        **_compressor("self_attn.compressor.indexer", "indexer_compressor"),
+        "self_attn.compressor.indexer.q_b_proj": "indexer.attn_q_b",
+        "self_attn.compressor.indexer.scorer.weights_proj": "indexer.proj",
+        "mlp.gate.tid2eid": "ffn_gate_tid2eid",
+    },
     "granite_swa": {"shared_mlp.input_linear": "ffn_up_shexp", "shared_mlp.output_linear": "ffn_down_shexp"},
     "glm5-next": {},
     "hy_v3": {},

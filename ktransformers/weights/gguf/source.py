@@ -14,10 +14,11 @@ from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels.cpu.pages import page_out
 from ktransformers.kernels.types import ExpertWeights, Fp8Matrix, QuantType, RawTensor, block_size, row_bytes
 from ktransformers.models.facts import ModelFacts
-from ktransformers.weights.experts import RawMatrix, check_expert_shape, expert_info, load_matrices
+from ktransformers.weights.experts import RawMatrix, check_exact, check_expert_shape, expert_info, load_matrices
 from ktransformers.weights.gguf.file import OTHER_FILE, GGUFModel
-from ktransformers.weights.gguf.names import Change, GGUFNames, Stored, ignorable_gguf, is_of_other_parts
+from ktransformers.weights.gguf.names import Change, GGUFNames, Stored, ignorable_gguf, is_of_other_parts, is_table
 from ktransformers.weights.gguf.recurrent_names import Form
+from ktransformers.weights.mapped_file import typed_view
 from ktransformers.weights.quantize.transcode import dequantize, resident_type, transcode
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo
 
@@ -25,7 +26,10 @@ __all__ = ["GGUFSource"]
 
 logger = logging.getLogger(__name__)
 
-_COMPUTED = (Change.SUBTRACT_ONE, Change.KV_B_FROM_PARTS, Change.TRANSPOSE, Change.LOG, Change.LOG_OF_NEGATIVE)
+_COMPUTED = (
+    *(Change.SUBTRACT_ONE, Change.KV_B_FROM_PARTS, Change.TRANSPOSE, Change.LOG, Change.LOG_OF_NEGATIVE),
+    Change.WHOLE_NUMBERS,
+)
 """Of numbers: what these make cannot stay in blocks."""
 
 
@@ -126,6 +130,8 @@ class GGUFSource:
         parts = [self._model.raw(part) for part in stored.names]
         if stored.change is Change.UNPERMUTE_ROWS:
             parts = [_unpermute(parts[0], stored.heads)]
+        if stored.change is Change.WHOLE_NUMBERS:
+            return self._table(parts[0], stored.names[0]).to(dtype)
         if stored.change is Change.SUBTRACT_ONE:
             return dequantize(parts[0], stored.names[0]).sub_(1.0).to(dtype)
         if stored.change is Change.TRANSPOSE:
@@ -142,6 +148,12 @@ class GGUFSource:
         if stored.columns is not None:
             joined = joined.reshape(len(joined), -1, stored.run)[:, torch.tensor(stored.columns)]
         return joined.reshape(shape)
+
+    def _table(self, raw: RawTensor, name: str) -> torch.Tensor:
+        """Whole numbers of a tensor, as they are."""
+        if raw.qtype is not QuantType.I32:
+            raise UnsupportedError(f"tensor {name!r} is stored as {raw.qtype.name}; whole numbers (I32) are needed")
+        return check_exact(typed_view(raw.data, torch.int32).reshape(raw.shape), name)
 
     def find_experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertsInfo | None:
         """Return facts about the experts of module `key` ("model.layers.3.mlp.experts")."""
@@ -330,7 +342,7 @@ class GGUFSource:
         """One line per pair of types, at open: which tensors will not stay as they are in the file."""
         pairs: Counter[tuple[str, str]] = Counter()
         for name, tensor in self._tensors.items():
-            if not self.ignorable(name):
+            if not self.ignorable(name) and not is_table(name):
                 try:
                     resident = resident_type(tensor.qtype, name)
                 except UnsupportedError as error:

@@ -6,7 +6,7 @@ a library packs codes (packings.py) nor names (low_bits.py). Which type it becom
     integers of 4, 8 bits, fp16 scales, no zero points     Q4_0, Q8_0: the same blocks of ggml, a scale per 32 columns
     other integers                                         I4_..., I8_...: GroupType, the scale as stored
     e2m1 under e8m0 scales per 32; e4m3 and fp32 per 16    MXFP4; NVFP4_F32
-    e4m3 under e8m0 scales per 32; a float per row, group  MXFP8; F8_...
+    e4m3 under e8m0 scales; a float per row, group         MXFP8; F8_...
     columns in groups by an index of their own (GPTQ)      F16, the products that the format's library multiplies with
     groups that are no multiple of 32 columns              F32
 
@@ -87,7 +87,7 @@ class CodeSpec:
             known = {("E8M0", 32): QuantType.MXFP4, ("E4M3", 16): GroupType["NVFP4_F32"]}
             return self._small(known.get((self.scales, self.group)))
         if self.scales == "E8M0" and self.kind is CodeKind.E4M3:
-            return self._small(GroupType["MXFP8"] if self.group == 32 else None)
+            return self._small(GroupType["MXFP8"] if self.group % 32 == 0 or self.group >= self.cols else None)
         if self.scales not in ("F16", "BF16", "F32"):
             raise UnsupportedError(f"{self.kind.value} weights with scales of {self.scales} are not supported")
         if self.is_shuffled:  # in the type of the scales, as the libraries multiply them

@@ -9,6 +9,8 @@ modules_to_not_convert names has an unquantized weight in the file and is read a
     X.weight (I8), X.weight_scale [, _zero_point]             its int-quantized
     X.weight (F8_E4M3), X.weight_scale [rows, 1]              FP8 per channel: compressed-tensors, fbgemm
     X.weight (F8_E4M3), X.weight_scale [_inv] (bytes)         MXFP8
+    X.weight (F8_E4M3), its scales by blocks but 128 x 128    FP8 of DeepSeek-V4.1 (32 x 32), compressed-tensors
+    X.weight (I8, two columns in a byte), X.scale (F8_E8M0)   FP4 of DeepSeek-V4's experts
     X.weight (U8), X.weight_scale, X.weight_scale_2           modelopt's NVFP4
     X.qweight, X.scales [, X.qzeros, X.g_idx]                 GPTQ, AWQ: the config says which, and of AWQ's two ways
     X_blocks, X_scales                                        MXFP4 of gpt-oss; X has all experts' rows
@@ -17,7 +19,8 @@ MXFP8's scales are bytes of dtype U8, one for 32 columns: MiniMax-M3 calls them 
 transformers' quantizer for quant_method mxfp8 (integrations/finegrained_fp8.py) reads them; compressed-tensors and
 modelopt write weight_scale.
 
-FP8 with one scale, or one per block of rows and columns, is no matrix of this module.
+Scales of FP8 have any of the names of quantization.scale_names. FP8 with one scale, per 128 x 128, or per block whose
+columns are no multiple of 32, is no matrix of this module.
 """
 
 from __future__ import annotations
@@ -30,14 +33,14 @@ from dataclasses import dataclass
 import torch
 
 from ktransformers.errors import TensorMismatchError, UnsupportedError
-from ktransformers.kernels.types import BlockType, RawTensor, row_bytes
+from ktransformers.kernels.types import FP8_BLOCK, BlockType, RawTensor, row_bytes
 from ktransformers.models.facts import Quantization
 from ktransformers.weights.experts import FLOAT_DTYPES
 from ktransformers.weights.mapped_file import typed_view
 from ktransformers.weights.safetensors.codes import SCALE_DTYPES, CodeKind, CodeSpec, LowBitMatrix
 from ktransformers.weights.safetensors.file import SafetensorsModel, SafetensorsTensor
 from ktransformers.weights.safetensors.packings import ByteRows, ColumnWords, GemvRows, PairRows, WordRows
-from ktransformers.weights.safetensors.quantization import weight_groups
+from ktransformers.weights.safetensors.quantization import scale_block, scale_names, weight_groups
 
 __all__ = ["LowBitTensor", "find_low_bits"]
 
@@ -110,6 +113,7 @@ class _Finder:
         self._model, self._tensors = model, model.tensors
         self._method = None if quantization is None else quantization.method
         self._fields: Mapping[str, object] = {} if quantization is None else quantization.fields
+        self._block = scale_block(quantization)
 
     def found(self) -> dict[str, LowBitTensor]:
         made = (self._of(name, tensor) for name, tensor in self._tensors.items())
@@ -130,6 +134,8 @@ class _Finder:
             return self._pairs(base, tensor)
         if tensor.dtype == "I8" and f"{name}_scale" in self._tensors:
             return self._integers(name, tensor)
+        if tensor.dtype == "I8" and f"{base}.scale" in self._tensors:
+            return self._pairs(base, tensor, f"{base}.scale")
         return self._fp8(name, tensor) if tensor.dtype == "F8_E4M3" else None
 
     # -- layouts
@@ -165,9 +171,9 @@ class _Finder:
 
         return self._made(name, (rows, cols), spec, parts, matrix)
 
-    def _pairs(self, base: str, tensor: SafetensorsTensor) -> LowBitTensor:
+    def _pairs(self, base: str, tensor: SafetensorsTensor, scale_name: str | None = None) -> LowBitTensor:
         name, codes = f"{base}.weight", tensor.name
-        scale_name = f"{name}_scale"
+        scale_name = scale_name or f"{name}_scale"
         self._need(name, scale_name)
         rows, cols = tensor.shape[0], 2 * tensor.shape[-1]
         group = self._group(name, cols, self._tensors[scale_name].shape, rows)
@@ -202,9 +208,9 @@ class _Finder:
         return self._made(name, (rows, cols), spec, self._parts(name, scale_name, zero_name), matrix)
 
     def _fp8(self, name: str, tensor: SafetensorsTensor) -> LowBitTensor | None:
-        """None for one scale for all, and for blocks of rows and columns."""
+        """None for one scale for all, and for blocks of rows and columns that kernels or BF16 hold."""
         rows, cols = tensor.shape
-        scale_name = next((f"{name}{s}" for s in ("_scale_inv", "_scale") if f"{name}{s}" in self._tensors), None)
+        scale_name = next((one for one in scale_names(name) if one in self._tensors), None)
         if scale_name is None and self._method == "mxfp8":
             raise TensorMismatchError(
                 f"the config says mxfp8, and {name!r} has neither {name + '_scale_inv'!r} nor {name + '_scale'!r} "
@@ -213,14 +219,21 @@ class _Finder:
         if scale_name is None:
             return None
         scale = self._tensors[scale_name]
-        groups = 1 if scale.shape == (rows,) else scale.shape[1] if len(scale.shape) == 2 else 0
-        if rows == 1 or scale.shape[:1] != (rows,) or not groups:
-            return None
-        spec = CodeSpec(CodeKind.E4M3, cols, self._group(name, cols, scale.shape, rows), self._scale_kind(scale_name))
+        block_rows, group = self._block
+        if scale.shape == (-(-rows // block_rows), -(-cols // group)) and math.prod(scale.shape) > 1:
+            if self._block == (FP8_BLOCK, FP8_BLOCK) or (group % 32 and group < cols):
+                return None
+        else:
+            groups = 1 if scale.shape == (rows,) else scale.shape[1] if len(scale.shape) == 2 else 0
+            if rows == 1 or scale.shape[:1] != (rows,) or not groups:
+                return None
+            block_rows, group = 1, self._group(name, cols, scale.shape, rows)
+        spec = CodeSpec(CodeKind.E4M3, cols, min(group, cols), self._scale_kind(scale_name))
 
         def matrix(_: int, __: slice) -> LowBitMatrix:
-            scales = _by_row(self._scales(scale_name), rows)
-            return LowBitMatrix(spec, rows, ByteRows(CodeKind.E4M3, self._raw(name), scales).read)
+            scales = _by_row(self._scales(scale_name), -(-rows // block_rows))
+            read = ByteRows(CodeKind.E4M3, self._raw(name), scales, block_rows=block_rows).read
+            return LowBitMatrix(spec, rows, read)
 
         return self._made(name, (rows, cols), spec, (name, scale_name), matrix)
 

@@ -97,17 +97,25 @@ class GemvRows:
 
 @dataclass(frozen=True, slots=True)
 class ByteRows:
-    """Rows with a byte per weight. kind: I8 or E4M3. codes: [rows, cols]; scales, zeros (int8): [rows, groups]."""
+    """Rows with a byte per weight. kind: I8 or E4M3. codes: [rows, cols]; scales, zeros (int8): [rows, groups].
+
+    block_rows: rows that share their scales, which are [ceil(rows / block_rows), groups] then.
+    """
 
     kind: CodeKind
     codes: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor | None = None
+    block_rows: int = 1
 
     def read(self, start: int, stop: int) -> Codes:
         """Unpack rows start .. stop - 1, see LowBitMatrix."""
         zeros = None if self.zeros is None else self.zeros[start:stop]
-        return Codes(self.kind, self.codes[start:stop].view(torch.uint8), self.scales[start:stop], zeros)
+        scales = self.scales[start:stop]
+        if self.block_rows > 1:  # bytes, since torch gathers no rows of some types of scales
+            rows = torch.arange(start, stop) // self.block_rows
+            scales = self.scales.contiguous().view(torch.uint8)[rows].view(self.scales.dtype)
+        return Codes(self.kind, self.codes[start:stop].view(torch.uint8), scales, zeros)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +129,7 @@ class PairRows:
     def read(self, start: int, stop: int) -> Codes:
         """Unpack rows start .. stop - 1, see LowBitMatrix."""
         numbers = None if self.numbers is None else self.numbers[start:stop]
-        return Codes(CodeKind.E2M1, self.pairs[start:stop], self.scales[start:stop], numbers=numbers)
+        return Codes(CodeKind.E2M1, self.pairs[start:stop].view(torch.uint8), self.scales[start:stop], numbers=numbers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.facts import Quantization
 
-__all__ = ["METHODS", "check_quantization", "scale_block", "weight_groups"]
+__all__ = ["METHODS", "check_quantization", "scale_block", "scale_names", "weight_groups"]
 
 #: The values of quant_method whose weights can be read. modelopt and compressed-tensors are several formats each.
 METHODS = ("fp8", "fbgemm_fp8", "mxfp4", "mxfp8", "nvfp4", "compressed-tensors", "modelopt", "gptq", "awq")
@@ -63,6 +63,18 @@ def scale_block(quantization: Quantization | None) -> tuple[int, int]:
         if isinstance(block, list | tuple) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
             return (block[0], block[1])
     return _DEFAULT_BLOCK
+
+
+def scale_names(weight: str) -> Iterator[str]:
+    """Yield the names under which files may hold the scales of a matrix: X.weight_scale_inv (DeepSeek-V3),
+    X.weight_scale (other tools), X.scale (DeepSeek-V4) and X.qscale_weight (Mistral Large 4).
+    """
+    yield f"{weight}_scale_inv"
+    yield f"{weight}_scale"
+    base, _, kind = weight.rpartition(".")
+    if kind == "weight":
+        yield f"{base}.scale"
+        yield f"{base}.qscale_weight"
 
 
 def weight_groups(fields: Mapping[str, object]) -> Iterator[Mapping[str, object]]:

@@ -30,6 +30,7 @@ from ktransformers.weights.experts import (
     BlockScaledMatrix,
     ExpertMatrix,
     FloatMatrix,
+    check_exact,
     check_expert_shape,
     expert_info,
     load_matrices,
@@ -39,7 +40,7 @@ from ktransformers.weights.safetensors.file import SafetensorsModel
 from ktransformers.weights.safetensors.fused_experts import FusedPart, by_expert, fused_parts
 from ktransformers.weights.safetensors.low_bits import LowBitTensor, find_low_bits
 from ktransformers.weights.safetensors.merged import MergedExperts, MergedTensors
-from ktransformers.weights.safetensors.quantization import check_quantization, scale_block
+from ktransformers.weights.safetensors.quantization import check_quantization, scale_block, scale_names
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo
 
 __all__ = ["SafetensorsSource"]
@@ -51,13 +52,12 @@ _NATURAL = {"F32": QuantType.F32, "F16": QuantType.F16, "BF16": QuantType.BF16, 
 _TABLE = re.compile(r".*\.(tid2eid|token_ordering)")
 """Whole numbers, experts of each token or tokens of each cluster: read as F32, which holds them exactly."""
 _TABLE_TYPES = ("I32", "I64")
-_MOST_EXACT = 1 << 24
-_SCALE_SUFFIXES = ("_scale_inv", "_scale")  # DeepSeek's block scales; per-tensor or per-row scales of other tools
 _SCALE_DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F8_E8M0": torch.float8_e8m0fnu,
+    "U8": torch.float8_e8m0fnu,
 }
 _IGNORABLE = (
     re.compile(r".*\.(input|activation|input_global)_scale(_ub)?"),  # of activations, which are never as the files say
@@ -155,7 +155,7 @@ class SafetensorsSource:
         stored = origin.sources[0]
         if origin.operations or not self._is_native_fp8(stored):
             raise TensorMismatchError(f"{name!r} is stored as {self._tensors[stored].dtype}; read it with tensor()")
-        return self._fp8_matrix(stored, self._model.torch_tensor(stored), self._scales(stored)).fp8()
+        return self._fp8_matrix(stored).fp8()
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return a tensor dequantized, as a new tensor of its logical shape. Raises TensorMismatchError when
@@ -265,10 +265,10 @@ class SafetensorsSource:
         if stored in self._low:
             return self._low[stored].dense(dtype)
         if self._is_table(stored):
-            return self._table(stored).to(dtype)
+            return check_exact(self._model.torch_tensor(stored), stored).to(dtype)
         if self._tensors[stored].dtype != FP8:
             return self._model.torch_tensor(stored).to(dtype)
-        matrix = self._fp8_matrix(stored, self._model.torch_tensor(stored), self._scales(stored))
+        matrix = self._fp8_matrix(stored)
         out = torch.empty(matrix.shape, dtype=dtype)
         step = max(1, (1 << 20) // max(matrix.shape[1], 1))
         for start in range(0, matrix.shape[0], step):
@@ -277,12 +277,6 @@ class SafetensorsSource:
 
     def _is_table(self, stored: str) -> bool:
         return self._tensors[stored].dtype in _TABLE_TYPES and _TABLE.fullmatch(stored) is not None
-
-    def _table(self, stored: str) -> torch.Tensor:
-        values = self._model.torch_tensor(stored)
-        if values.numel() and int(values.abs().max()) > _MOST_EXACT:
-            raise UnsupportedError(f"tensor {stored!r} holds numbers beyond {_MOST_EXACT}, which F32 does not hold")
-        return values
 
     def _natural(self, stored: str) -> QuantType:
         dtype = self._tensors[stored].dtype
@@ -293,6 +287,8 @@ class SafetensorsSource:
                 f"tensor {stored!r} is stored as {dtype}, which is no type of model weights that can be read; "
                 f"{', '.join(_NATURAL)} are"
             )
+        if dtype == FP8 and len(self._tensors[stored].shape) == 2:
+            self._fp8_block(stored)  # refuses what does not fit, before anything is loaded
         if dtype == FP8 and self._tensors[stored].shape[-1] % 32 and not self._is_native_fp8(stored):
             return QuantType.F32  # no type of blocks holds such rows, and BF16 would round them
         return _NATURAL[dtype]
@@ -309,7 +305,7 @@ class SafetensorsSource:
         if widened:
             logger.warning(
                 "%d of %d FP8 tensors are held as BF16 unless they are quantized while loading: kernels want one scale "
-                "per matrix or per %d x %d weights",
+                "per matrix, per %d x %d weights, or per block of a multiple of 32 columns in one matrix",
                 widened,
                 len(stored),
                 FP8_BLOCK,
@@ -330,12 +326,10 @@ class SafetensorsSource:
     def _scale_name(self, stored: str) -> str | None:
         if self._tensors[stored].dtype != FP8:
             return None
-        return next((stored + s for s in _SCALE_SUFFIXES if stored + s in self._tensors), None)
+        return next((name for name in scale_names(stored) if name in self._tensors), None)
 
     def _scales(self, stored: str) -> torch.Tensor:
-        name = self._scale_name(stored)
-        if name is None:
-            raise TensorMismatchError(f"FP8 tensor {stored!r} has no {stored + _SCALE_SUFFIXES[0]!r} beside it")
+        name = self._scale_of(stored)
         dtype = _SCALE_DTYPES.get(self._tensors[name].dtype)
         if dtype is None:
             raise UnsupportedError(
@@ -343,22 +337,34 @@ class SafetensorsSource:
             )
         return typed_view(self._model.bytes_of(name), dtype).reshape(self._tensors[name].shape).float()
 
-    def _fp8_matrix(self, stored: str, values: torch.Tensor, scales: torch.Tensor) -> BlockScaledMatrix:
-        """values [rows, cols] with scales per block, per row or for the whole matrix."""
-        if values.dim() != 2:
-            raise UnsupportedError(f"FP8 tensor {stored!r} has {values.dim()} dimensions; only matrices are supported")
-        rows, cols = values.shape
-        if scales.numel() == 1:
-            return BlockScaledMatrix(values, scales.reshape(1, 1), (rows, cols))
-        if tuple(scales.shape) == (rows, 1):
-            return BlockScaledMatrix(values, scales, (1, cols))
+    def _scale_of(self, stored: str) -> str:
+        name = self._scale_name(stored)
+        if name is None:
+            raise TensorMismatchError(f"FP8 tensor {stored!r} has no {next(scale_names(stored))!r} beside it")
+        return name
+
+    def _fp8_block(self, stored: str) -> tuple[int, int]:
+        """The rows and columns that share a scale, from headers alone."""
+        shape, scales = self._tensors[stored].shape, self._tensors[self._scale_of(stored)].shape
+        if len(shape) != 2:
+            raise UnsupportedError(f"FP8 tensor {stored!r} has {len(shape)} dimensions; only matrices are supported")
+        rows, cols = shape
+        if math.prod(scales) == 1:
+            return (rows, cols)
+        if scales == (rows, 1):
+            return (1, cols)
         wanted = (-(-rows // self._block[0]), -(-cols // self._block[1]))
-        if tuple(scales.shape) != wanted:
+        if scales != wanted:
             raise TensorMismatchError(
-                f"the scales of FP8 tensor {stored!r} have the shape {list(scales.shape)}; "
+                f"the scales of FP8 tensor {stored!r} have the shape {list(scales)}; "
                 f"[{rows}, {cols}] in blocks of {self._block[0]} x {self._block[1]} needs {list(wanted)}"
             )
-        return BlockScaledMatrix(values, scales, self._block)
+        return self._block
+
+    def _fp8_matrix(self, stored: str) -> BlockScaledMatrix:
+        block, scales = self._fp8_block(stored), self._scales(stored)
+        scales = scales.reshape(1, 1) if scales.numel() == 1 else scales
+        return BlockScaledMatrix(self._model.torch_tensor(stored), scales, block)
 
     # -- experts
 
@@ -427,10 +433,9 @@ class SafetensorsSource:
     def _matrix(self, stored: str) -> ExpertMatrix:
         if stored in self._low:
             return self._low[stored].matrix(0, slice(None))
-        values = self._model.torch_tensor(stored)
         if self._tensors[stored].dtype != FP8:
-            return FloatMatrix(values)
-        return self._fp8_matrix(stored, values, self._scales(stored))
+            return FloatMatrix(self._model.torch_tensor(stored))
+        return self._fp8_matrix(stored)
 
     def _are_native_fp8(self, where: _Stored, layout: ExpertsLayout) -> bool:
         """Whether kernels compute with these experts in place, from headers alone."""

@@ -26,6 +26,7 @@ from tests.support.engines.one_sequence import static_engine
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
 from tests.support.engines.runners import random_ids
 from tests.support.models.agreement import TOLERANCE
+from tests.support.models.fp8_models import write_published
 from tests.support.models.tiny_models import WINDOW, tiny_model, write_safetensors
 
 pytest.importorskip("triton")
@@ -106,6 +107,25 @@ def test_sequences_in_one_batch_and_preempted(model: PreTrainedModel, folders: d
         with torch.no_grad():
             logits = model(torch.tensor([prompt + answer])).logits[0]
         assert answer == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("block", [(128, 128), (32, 32)])
+def test_published_formats(block: tuple[int, int], tmp_path: Path) -> None:
+    """FP4 experts and FP8 matrices are multiplied as they are stored, and the rest in bf16."""
+    model = tiny_model("deepseek_v4", seed=3, layers=3, hidden=256, hc_sinkhorn_iters=3, index_topk=11)
+    write_published(model, tmp_path, block)
+    ids = random_ids(model.config.vocab_size, CHUNKS[-1][1])
+    config = EngineConfig(model_path=tmp_path, cache_lens=54, cpu_infer=1)
+    with closing(static_engine(config, hardware=fake_hardware(graphs=FakeGraphs()))) as engine:
+        got = torch.cat([engine.runner.forward(ids[a:b], a, range(b - a)).clone() for a, b in CHUNKS])
+        types = {e.key.rpartition(".")[2]: (set(e.quant_types), set(e.nbytes)) for e in engine.plan.entries}
+    assert types["experts"] == ({"MXFP4"}, {"cuda:0"})
+    assert types["q_b_proj"] == ({"F8_E4M3" if block == (128, 128) else "MXFP8"}, {"cuda:0"})
+    with torch.no_grad():
+        want = model(torch.tensor([ids])).logits[0]
+    errors = (got - want).norm(dim=-1) / want.norm(dim=-1)
+    assert errors.median() <= NARROW
 
 
 def test_pages_that_are_not_made_of_entries_are_refused(folders: dict[str, Path]) -> None:

@@ -27,7 +27,7 @@ from tests.support.engines.gpu_engines import RULES, logits_in_steps, rules_of
 from tests.support.engines.one_sequence import static_engine
 from tests.support.gguf.writer import write_gguf
 from tests.support.models.agreement import dequantized, prompt
-from tests.support.models.fp8_models import write_both
+from tests.support.models.fp8_models import write_both, write_published
 from tests.support.models.tiny_models import MODEL_TYPES, WINDOW, tiny_model, write_safetensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -78,6 +78,24 @@ def test_compressed_keys_agree_with_transformers(rules: str | None, tmp_path: Pa
             assert ("cpu" in experts) == (rules is not None)
             assert {layer_device.device for layer_device in engine.plan.layer_devices} == {"cuda:0"}
             check(logits_in_steps(engine, ids), want)
+
+
+@pytest.mark.skipif("deepseek_v4" not in CONFIG_MAPPING, reason="this transformers has no DeepSeek-V4")
+@pytest.mark.parametrize("rules", [None, "DeepSeek-V4.yaml"])
+@pytest.mark.parametrize("block", [(128, 128), (32, 32)])
+def test_published_deepseek_v4(block: tuple[int, int], rules: str | None, tmp_path: Path) -> None:
+    """FP4 experts and FP8 matrices as they are stored; experts in VRAM, and on the CPU."""
+    model = tiny_model("deepseek_v4", seed=3, layers=3, hidden=256, index_topk=11)
+    write_published(model, tmp_path, block)
+    ids = prompt(model.config.vocab_size, 3 * WINDOW + 3)
+    with torch.no_grad():
+        want = model(torch.tensor([ids])).logits[0]
+    where = {} if rules is None else {"optimize_config_path": shipped_path(rules)}
+    config = EngineConfig(model_path=tmp_path, cache_lens=64, cpu_infer=2, **where)
+    with closing(static_engine(config, hardware=Hardware(detect_machine(gpus=cuda_memory)))) as engine:
+        experts = {e.placement.generate_device for e in engine.plan.entries if e.key.endswith("experts")}
+        assert ("cpu" in experts) == (rules is not None)
+        check(logits_in_steps(engine, ids), want)
 
 
 @pytest.mark.parametrize("model_type", FAMILY_RULES)
