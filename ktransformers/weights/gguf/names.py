@@ -18,6 +18,7 @@ import gguf
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf_refused import check_architecture
+from ktransformers.weights.gguf.qwen4_names import Qwen4Names, joined_indexer
 from ktransformers.weights.gguf.recurrent_names import (
     Form,
     ba_rows,
@@ -111,6 +112,7 @@ ARCHITECTURES: dict[str, ArchFacts] = {
     "qwen3next": ArchFacts(norm_plus_one=True),
     "qwen35": _QWEN35,
     "qwen35moe": _QWEN35,
+    "qwen4exp": _QWEN35,
     **dict.fromkeys(
         (
             *(
@@ -154,6 +156,9 @@ ARCHITECTURES: dict[str, ArchFacts] = {
         _PLAIN,
     ),
 }
+
+_OWN_NAMES = {"qwen4exp": Qwen4Names}
+"""Architectures that the gguf package does not know."""
 
 _ARCH_IDS = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -212,12 +217,14 @@ class GGUFNames:
 
     def __init__(self, arch: str, facts: ModelFacts, stored: Container[str]):
         check_architecture(arch, ARCHITECTURES)
-        if arch not in _ARCH_IDS:
+        if arch not in _ARCH_IDS and arch not in _OWN_NAMES:
             raise UnsupportedError(f"the installed gguf package does not know architecture {arch!r}; update it")
         self._arch, self._arch_name = ARCHITECTURES[arch], arch
         self._stored = stored
         self._facts = facts
-        self._map = gguf.get_tensor_name_map(_ARCH_IDS[arch], facts.num_layers)
+        self._map = (
+            _OWN_NAMES[arch]() if arch in _OWN_NAMES else gguf.get_tensor_name_map(_ARCH_IDS[arch], facts.num_layers)
+        )
 
     def find(self, name: str) -> Stored | None:
         """Return the tensors that HF's parameter or buffer `name` is made of, or None when the file has none."""
@@ -255,6 +262,9 @@ class GGUFNames:
             names = tuple(f"{block}ssm_conv1d_{part}.weight" for part in "qkv")
             if all(part in self._stored for part in names):
                 return Stored(names, Change.CONCAT_ROWS, form=Form.CONVOLUTION)
+        halves = joined_indexer(name, block)
+        if halves is not None and all(part in self._stored for part in halves):
+            return Stored(halves, Change.CONCAT_ROWS)
         split = _BA.search(name)
         if split is not None and self._facts.delta is not None and f"{block}ssm_ba.weight" in self._stored:
             return Stored((f"{block}ssm_ba.weight",), rows=ba_rows(self._facts.delta, split[1]))
@@ -300,7 +310,7 @@ class GGUFNames:
             return Stored((stored,), rows=self._rows_by_head(name))
         if self._arch.is_conv1d and name.endswith(_CONV1D):
             return Stored((stored,), Change.TRANSPOSE)
-        if self._arch.norm_plus_one and name.endswith("norm.weight") and not name.endswith(".linear_attn.norm.weight"):
+        if self._arch.norm_plus_one and _NORM.search(name) and not name.endswith(".linear_attn.norm.weight"):
             return Stored((stored,), Change.SUBTRACT_ONE)
         change = Change.LOG_OF_NEGATIVE if name.endswith(".A_log") else Change.NONE
         form, delta = form_of(name, self._arch_name), self._facts.delta
@@ -325,5 +335,6 @@ _PERMUTED = tuple(
     for proj in ("q_proj", "k_proj")
     for kind in ("weight", "bias")
 )
+_NORM = re.compile(r"norm\.weight$|\.ple\.norm_(?:key|query|conv)\.weight$")
 _IN_FILES_ORDER = ".linear_attn.out_proj.linear.weight"
 _BA = re.compile(r"\.linear_attn\.in_proj_([ab])\.weight$")
