@@ -97,8 +97,8 @@ def _qwen4exp(gguf: Metadata) -> tuple[str, Values]:
     ratios = set(gguf.list("attention.compress_ratios")) - {0}
     if len(ratios) != 1:
         raise UnsupportedError(
-            f"a {gguf.arch} file whose attention.compress_ratios are {sorted(ratios)}: one is needed for all layers that "
-            "attend"
+            f"a {gguf.arch} file whose attention.compress_ratios are {sorted(ratios)}: one is needed for all layers "
+            "that attend"
         )
     return "qwen4_exp_text", {
         **values,
@@ -129,8 +129,8 @@ def _ngrams(gguf: Metadata) -> Values:
     table = gguf.shapes.get("per_layer_token_embd.weight")
     if len(layers) != 1 or table is None:
         raise UnsupportedError(
-            f"a {gguf.arch} file with embeddings of n-grams in {len(layers)} layers, or without per_layer_token_embd.weight"
-            ": one table for one layer is what llama.cpp's converter writes"
+            f"a {gguf.arch} file with embeddings of n-grams in {len(layers)} layers, or without "
+            "per_layer_token_embd.weight: one table for one layer is what llama.cpp's converter writes"
         )
     size, per_ngram = gguf.int("ple.ngram_size"), gguf.int("ple.heads_per_ngram")
     heads = (size - 1) * per_ngram

@@ -93,7 +93,7 @@ class KPerLayerEmbedding(RecurrentOperator):
     @property
     def looked_up_dim(self) -> int:
         """Number E of columns that are looked up for a row."""
-        return int(self._sizes.numel()) * self._table_shape[1]
+        return self._sizes.numel() * int(self._table_shape[1])
 
     @override
     def _states(self) -> list[DenseState]:
@@ -116,7 +116,7 @@ class KPerLayerEmbedding(RecurrentOperator):
     @override
     def requirements(self, source: WeightSource) -> Requirements:
         needs = super().requirements(source)
-        needs.add("cpu", expect_shape(source.find(self._table_name), self._table_name, self._table_shape))
+        needs.add_table(source, expect_shape(source.find(self._table_name), self._table_name, self._table_shape))
         needs.stored_names.update(name for name, _ in self._computed(source))
         return needs
 

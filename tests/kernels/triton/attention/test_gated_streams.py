@@ -52,7 +52,7 @@ def test_rows_of_a_wider_tensor(device: torch.device) -> None:
 def test_what_is_something_else_is_not_recognized() -> None:
     assert recognize_gated(torch.nn.Linear(3, 4)) is None
     other = module(2, 16)
-    other.hc_count = 4
+    other.hc_norm.group_size = None  # of all streams together
     assert recognize_gated(other) is None
     other = module(2, 16)
     other.input_mix_weight_up = torch.nn.Identity()
