@@ -173,13 +173,12 @@ class Requirements:
             self.quant_types.append(shown)
         self.stored_names.update(info.stored_names)
 
-    def add_table(self, source: WeightSource, info: TensorInfo) -> None:
-        """Count a table that stays on the CPU as it is stored, and of which steps read few rows: in a mapped file it
-        takes no memory that others cannot have.
+    def add_table(self, source: WeightSource, info: TensorInfo, *, as_stored: bool = False) -> None:
+        """Count a table that stays on the CPU, and of which steps read few rows: in a mapped file it takes no memory
+        that others cannot have. as_stored: it stays as it is even where no kernel computes with it.
         """
-        is_mapped = info.stored_type == info.resident_type.name and all(
-            source.stored_bytes(name) is not None for name in info.stored_names
-        )
+        as_stored |= info.stored_type == info.resident_type.name
+        is_mapped = as_stored and all(source.stored_bytes(name) is not None for name in info.stored_names)
         self.add("cpu", info, 0 if is_mapped else None)
         self.looked_up["cpu"] = self.looked_up.get("cpu", 0) + (0 if is_mapped else info.nbytes)
 

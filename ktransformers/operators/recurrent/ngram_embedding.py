@@ -30,7 +30,7 @@ from typing_extensions import override
 from ktransformers.cache.state import StateShape
 from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels import cpu
-from ktransformers.kernels.types import RawTensor
+from ktransformers.kernels.types import QuantType, RawTensor
 from ktransformers.models.ngram_hash import hash_multipliers
 from ktransformers.operators.base import OperatorConfig, Placement, Requirements, expect_shape
 from ktransformers.operators.context import ForwardContext, StateStep
@@ -46,6 +46,9 @@ _MOST_SHIFT = 7  # rows that the kernel of short convolutions looks back
 _EXACT = 1 << 24  # whole numbers that fp32 holds
 _SHARD = re.compile(r"\.shard_(\d{1,9})\.")
 _COMPUTED = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
+_FP8, _SCALE = "F8_E4M3", ".ple_embedding.ngram_embedding.weight_scale"
+_SCALE_TYPES = {2: torch.bfloat16, 4: torch.float32}
+"""By number of bytes."""
 _TOKENS = "ngram_tokens"  # the part of the state with the last tokens
 
 
@@ -75,6 +78,7 @@ class KPerLayerEmbedding(RecurrentOperator):
         self._offsets = torch.tensor(grams.head_offsets, dtype=torch.int64).view(self.ngram_size - 1, -1)
         self._table_shape = tuple(grams.ngram_embedding.weight.shape)
         self._parts: list[RawTensor] = []
+        self._fp8_scale: float | None = None  # of a table in FP8, whose parts are its bytes
         self._lookup = Scans(CPU, config.pool)
         self.column = 0  # the first one of what is looked up for it, among what is for all layers
 
@@ -116,9 +120,16 @@ class KPerLayerEmbedding(RecurrentOperator):
     @override
     def requirements(self, source: WeightSource) -> Requirements:
         needs = super().requirements(source)
-        needs.add_table(source, expect_shape(source.find(self._table_name), self._table_name, self._table_shape))
+        info = expect_shape(source.find(self._table_name), self._table_name, self._table_shape)
+        needs.add_table(source, info, as_stored=info.stored_type == _FP8)
         needs.stored_names.update(name for name, _ in self._computed(source))
+        needs.stored_names.update(self._scale_names(source))
         return needs
+
+    def _scale_names(self, source: WeightSource) -> list[str]:
+        """The stored name of the one scale of a table in FP8, if there is any."""
+        end = self.key[self.key.find("layers.") :] + _SCALE
+        return [name for name in source.stored_names() if name.endswith(end)]
 
     @override
     def load(self, source: WeightSource) -> None:
@@ -129,7 +140,10 @@ class KPerLayerEmbedding(RecurrentOperator):
                 raise TensorMismatchError(f"tensor {name} is not what the model's config gives for it")
         info = expect_shape(source.find(self._table_name), self._table_name, self._table_shape)
         shards = sorted((name for name in info.stored_names if _SHARD.search(name)), key=_shard_number)
-        self._parts = [source.tensor(name) for name in shards or [self._table_name]]
+        if info.stored_type == _FP8:
+            self._load_fp8(source, shards or [name for name in info.stored_names if not name.endswith(_SCALE)])
+        else:
+            self._parts = [source.tensor(name) for name in shards or [self._table_name]]
 
     # A step.
 
@@ -142,9 +156,27 @@ class KPerLayerEmbedding(RecurrentOperator):
         states = self._states_of(context)
         assert context.states is not None, "the cache has states, and the step names none"
         numbers = self._ngrams(ids, states, context.states)
-        flat = None if out is None else out.view(-1, self._table_shape[1])
-        rows = cpu.gather_rows(self._parts, numbers.flatten(), self.config.require_pool(), flat)
+        flat, pool = None if out is None else out.view(-1, self._table_shape[1]), self.config.require_pool()
+        if self._fp8_scale is None:
+            return cpu.gather_rows(self._parts, numbers.flatten(), pool, flat).view(len(ids), -1)
+        pairs = cpu.gather_rows(self._parts, numbers.flatten(), pool).view(torch.int32) >> 16
+        codes = pairs.to(torch.int16).view(torch.float8_e4m3fn)
+        rows = torch.mul(codes.float(), self._fp8_scale, out=flat)
         return rows.view(len(ids), -1)
+
+    def _load_fp8(self, source: WeightSource, shards: list[str]) -> None:
+        """Take the bytes of a table in FP8, two of them for a BF16 number: they come back as they are. One scale is for
+        all. Raises TensorMismatchError without it.
+        """
+        scales = [source.stored_bytes(name) for name in self._scale_names(source)]
+        if len(scales) != 1 or scales[0] is None or len(scales[0]) not in _SCALE_TYPES:
+            raise TensorMismatchError(f"the table of {self.key} is FP8, and its one scale {_SCALE} is not there")
+        self._fp8_scale = float(scales[0].clone().view(_SCALE_TYPES[len(scales[0])]))
+        width = self._table_shape[1]
+        for name in shards:
+            data = source.stored_bytes(name)
+            assert data is not None, "FP8 is in files only"
+            self._parts.append(RawTensor(data, QuantType.BF16, (len(data) // width, width // 2)))
 
     def _states_of(self, context: ForwardContext | None) -> Mapping[str, Tensor]:
         if context is None or context.cache.states is None:

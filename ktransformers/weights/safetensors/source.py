@@ -65,6 +65,7 @@ _IGNORABLE = (
     re.compile(r"(.*\.)?mtp(_block)?\..*"),  # multi-token prediction: drafts tokens, no part of the model's answer
     re.compile(r".*\.(k|v)_scale"),  # of FP8 KV caches
 )
+_LOOKED_UP = ".ngram_embedding.shard_"  # no kernel multiplies with them
 _Stored = tuple[str, ...] | FusedPart
 
 
@@ -304,7 +305,7 @@ class SafetensorsSource:
     # -- FP8
 
     def _log_fp8(self) -> None:
-        stored = [name for name, tensor in self._tensors.items() if tensor.dtype == FP8]
+        stored = [name for name, tensor in self._tensors.items() if tensor.dtype == FP8 and _LOOKED_UP not in name]
         widened = sum(not self._is_native_fp8(name) for name in stored)
         if widened:
             logger.warning(
