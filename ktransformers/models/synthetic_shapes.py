@@ -304,7 +304,7 @@ SHAPES: Mapping[str, PublishedShape] = {
         PublishedShape("gpt-oss-120b", 36, partial(_gpt_oss, num_experts=128)),
         PublishedShape("qwen3.6-35b-a3b", 40, _qwen3_6_35b_a3b, has_mtp=True),
         PublishedShape("qwen3-coder-next", 48, _qwen3_coder_next, has_mtp=True),
-        PublishedShape("qwen3.8-flash-next", 48, _qwen3_8_flash_next),
+        PublishedShape("qwen3.8-flash-next", 48, _qwen3_8_flash_next, has_mtp=True),
         PublishedShape("qwen3-32b", 64, _qwen3_32b),
     )
 }

@@ -47,7 +47,8 @@ class Change(Enum):
 class Stored:
     """Tensors of a file of which one parameter is made. heads: for UNPERMUTE_ROWS and KV_B_FROM_PARTS.
 
-    rows: the file's row for each of the parameter's; None: in order. columns: the same for runs of `run` columns.
+    rows: the file's row for each of the parameter's; None: in order. columns: the same for runs of `run` columns, of
+    which some may be left out.
     """
 
     names: tuple[str, ...]
@@ -265,6 +266,9 @@ class GGUFNames:
         halves = joined_indexer(name, block)
         if halves is not None and all(part in self._stored for part in halves):
             return Stored(halves, Change.CONCAT_ROWS)
+        if name.endswith(_EH_HALVES) and f"{block}nextn.eh_proj.weight" in self._stored:
+            half = int(name.endswith(_EH_HALVES[1]))
+            return Stored((f"{block}nextn.eh_proj.weight",), columns=(half,), run=self._facts.hidden_size)
         split = _BA.search(name)
         if split is not None and self._facts.delta is not None and f"{block}ssm_ba.weight" in self._stored:
             return Stored((f"{block}ssm_ba.weight",), rows=ba_rows(self._facts.delta, split[1]))
@@ -336,5 +340,7 @@ _PERMUTED = tuple(
     for kind in ("weight", "bias")
 )
 _NORM = re.compile(r"norm\.weight$|\.ple\.norm_(?:key|query|conv)\.weight$")
+_EH_HALVES = (".fc_embedding.weight", ".fc_hidden.weight")
+"""Of multi-token prediction: the first columns of one tensor, and the last."""
 _IN_FILES_ORDER = ".linear_attn.out_proj.linear.weight"
 _BA = re.compile(r"\.linear_attn\.in_proj_([ab])\.weight$")

@@ -5,6 +5,7 @@ of the table of n-grams in one tensor, and its numbers among the metadata.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,14 @@ _NAMES = {
 
 
 def write_qwen4_gguf(
-    model: PreTrainedModel, path: Path, qtype: QuantType = QuantType.F32, table_qtype: QuantType = QuantType.F32
+    model: PreTrainedModel,
+    path: Path,
+    qtype: QuantType = QuantType.F32,
+    table_qtype: QuantType = QuantType.F32,
+    prediction: Mapping[str, np.ndarray] | None = None,
 ) -> Path:
     """Write `model` (config and weights, no tokenizer) to `path`: experts as `qtype`, the table of n-grams as
-    `table_qtype`, all else F32.
+    `table_qtype`, all else F32. prediction: tensors of a block for multi-token prediction behind the model's own.
     """
     config: Any = model.config
     writer = gguf.GGUFWriter(path, _ARCH)
@@ -50,21 +55,27 @@ def write_qwen4_gguf(
     writer.add_indexer_key_length(config.indexer_head_dim)
     writer.add_indexer_top_k(config.indexer_budget)
     ratio = config.indexer_compress_ratio
-    kinds = config.layer_types
+    kinds = [*config.layer_types, *([""] if prediction else [])]
     _add_counts(writer, "attention.compress_ratios", [ratio * (kind == "indexed_attention") for kind in kinds])
-    state = {
-        name: tensor.float().numpy() for name, tensor in model.state_dict().items() if ".ple_embedding." not in name
-    }
+    if prediction:
+        writer.add_nextn_predict_layers(1)
+        writer.kv_data[0][f"{_ARCH}.block_count"].value += 1
     if config.ple_layer_ids:
         layer = config.ple_layer_ids[0] - 1
         _add_ngrams(writer, config, model.get_submodule(f"model.layers.{layer}.ple.ple_embedding"), table_qtype)
-    for name, values in _tensors(state, config):
+    for name, values in (*layer_tensors(model), *(prediction or {}).items()):
         add_tensor(writer, name, values, qtype if "_exps" in name else QuantType.F32)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def layer_tensors(model: PreTrainedModel) -> Tensors:
+    """(name in the file, values) of all of a model's tensors but the table of n-grams."""
+    stored = {name: tensor for name, tensor in model.state_dict().items() if ".ple_embedding." not in name}
+    return _tensors({name: tensor.float().numpy() for name, tensor in stored.items()}, model.config)
 
 
 def _add_counts(writer: gguf.GGUFWriter, key: str, values: list[int], kind: Any = gguf.GGUFValueType.UINT32) -> None:
