@@ -30,6 +30,7 @@ from ktransformers.kernels.triton.attention.compressed import (
     make_entries,
     turn,
 )
+from ktransformers.kernels.triton.attention.gated_streams import collapse_streams, norm_streams, scaled_silu
 from ktransformers.kernels.triton.attention.hyper import HyperSpec, collapse
 from ktransformers.kernels.triton.attention.kv_codes import widen_latents
 from ktransformers.kernels.triton.attention.latent import absorb, expand, norm_to_cache
@@ -41,7 +42,7 @@ from ktransformers.kernels.triton.attention.materialized import (
 )
 from ktransformers.kernels.triton.attention.mla import mla_attention
 from ktransformers.kernels.triton.attention.paged import attention
-from ktransformers.kernels.triton.attention.pools import pooled, rows_to_cache
+from ktransformers.kernels.triton.attention.pools import expanded, pooled, rows_to_cache
 from ktransformers.kernels.triton.attention.rope import latent_to_cache, rope_to_cache
 from ktransformers.kernels.triton.attention.topk_positions import select_topk_positions
 from ktransformers.kernels.triton.common import runtime
@@ -280,6 +281,7 @@ def call_chosen(heads, tokens, is_summed=True, chosen=32):
         rows_to_cache(keys[:tokens], keys, ids, ids)
         pooled(keys, keys[:16, :128].contiguous(), where, 128, 16)
         pooled(cache, None, where, 128, 4)
+        expanded(slots, counts, where, 4)
     latents, rows = torch.zeros(256, 1, 576, dtype=torch.bfloat16), torch.zeros(tokens, 16, 576, dtype=torch.bfloat16)
     if is_summed:
         mla_attention(AttentionCall(rows, latents, latents[..., :512], RowPages(slots, 1, ids, counts), 0.1))
@@ -326,6 +328,14 @@ def call_hyper(tokens, streams=4, width=4096):
     spec = HyperSpec(streams, 20, 1e-6, 1e-6)
     x = torch.zeros(tokens, streams, width, dtype=torch.bfloat16)
     collapse(x, torch.zeros(spec.width, streams * width), torch.zeros(spec.width), torch.zeros(3), spec)
+
+
+def call_gated_streams(tokens, streams=4, width=2560, narrow=320):
+    x = torch.zeros(tokens, streams * width, dtype=torch.bfloat16)
+    normed = norm_streams(x, torch.zeros(streams * width), 1e-6, streams)
+    scaled_silu(x[:, :narrow].contiguous(), 1 / streams)
+    for inject in (x[:, :streams].contiguous(), None):
+        collapse_streams(normed, x, inject, streams)
 
 
 def call_expanded(heads, rows, length, nope=128, rotary=64, width=128):
@@ -397,6 +407,7 @@ def few():
     call_latent(2)
     call_compressed(2)
     call_hyper(2)
+    call_gated_streams(2)
     call_norm(7168, 2)
     call_candidates(151_936)
     call_gated_attention(16, 2, 256, 64, 1)
