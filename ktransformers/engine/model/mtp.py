@@ -4,7 +4,7 @@ DeepSeek-V3 (arXiv 2412.19437, 2.2) calls it so, GLM-4.5, Qwen3-Next, Qwen3.5 an
 
     eh_proj [enorm(embedding of token i + 1), hnorm(hidden states i)] ── decoder layer ── norm ── the model's own head
 
-Qwen4's hidden states are streams, in front of what brings them together (vLLM's qwen4_exp/mtp.py):
+Qwen4's hidden states are streams, in front of what brings them together, as vLLM has it:
 
     fc_embedding enorm(embedding) + fc_hidden hnorm(streams), for each ── decoder layer ── mixer ── the model's own head
 

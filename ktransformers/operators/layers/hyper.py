@@ -86,21 +86,23 @@ class KGatedStreams(WrapperOperator):
     def load(self, source: WeightSource) -> None:
         super().load(source)
         if self.spec is not None:
-            norm: Any = self.inner.get_submodule("hc_norm")
-            norm.weight = nn.Parameter(norm.weight + self.spec.offset, requires_grad=False)
+            held = self.inner.get_submodule("hc_norm")._parameters
+            weight = held["weight"]
+            assert weight is not None, "it was loaded"
+            held["weight"] = nn.Parameter(weight + self.spec.offset, requires_grad=False)
 
     @override
     def bypassed(self) -> Iterable[nn.Module]:
         return () if self.spec is None else (self.inner, self.inner.get_submodule("hc_norm"))
 
     @override
-    def forward(self, streams: torch.Tensor) -> Any:
+    def forward(self, streams: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return what the module returns: a block's input [1, T, H], the streams and the weights [1, T, N] by which its
         result is added to them; or the first alone.
         """
         x, inner, spec = self.device.to_device(streams), self.inner, self.spec
         if spec is None:
-            return inner(x)
+            return inner(x)  # type: ignore[no-any-return]
         parts: Any = inner
         normed = norm_streams(x[0], parts.hc_norm.weight, spec.eps, spec.streams)
         inject = parts.block_inject_weight(normed) if spec.has_weights else None

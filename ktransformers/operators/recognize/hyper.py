@@ -105,13 +105,11 @@ def recognize_gated(module: nn.Module) -> GatedSpec:
         inputs.normal(columns, 8),
         inputs.normal(streams, columns),
     ]
-    children: dict[str, Any] = {
-        name: _product(weight) for name, weight in zip(_PRODUCTS, products, strict=True) if name in names
-    }
+    children = {name: _product(weight) for name, weight in zip(_PRODUCTS, products, strict=True)}
     children["hc_norm"] = probe_module(given.hc_norm, parameters={"weight": scale})
-    if not has_weights:
-        children["block_inject_weight"] = None
-    got = answer(lambda: probe_module(module, modules=children)(rows[None]))
+    missing = {} if has_weights else {"block_inject_weight": None}
+    probe = probe_module(module, modules={name: children[name] for name in names}, **missing)
+    got = answer(lambda: probe(rows[None]))
     parts = got if isinstance(got, tuple) else (got,)
     if has_weights and (len(parts) != 3 or not close(parts[1], rows[None])):
         raise NotRecognized("it returns something else")

@@ -1,7 +1,7 @@
 """Names of the tensors of `qwen4exp` files, which the gguf package does not know yet.
 
-They are those of llama.cpp's converter (conversion/qwen4exp.py and gguf-py's tensor_mapping.py, of October 2026). Knows
-names only; that norms are stored as 1 + weight, and heads of values in another order, names.py says.
+They are those of llama.cpp's converter, of October 2026. Knows names only; that norms are stored as 1 + weight, and
+heads of values in another order, names.py says.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 from tests.support.engines.drafter_steps import draft_in_every_step
 from tests.support.engines.fake_gpus import fake_hardware
 from tests.support.engines.mtp_engines import check_engine, engine_of
-from tests.support.models.qwen4_mtp import tiny_qwen4_mtp, write_qwen4_mtp, write_qwen4_mtp_gguf
+from tests.support.gguf.qwen4_mtp import tiny_qwen4_mtp, write_qwen4_mtp, write_qwen4_mtp_gguf
 
 
 @pytest.fixture(autouse=True)

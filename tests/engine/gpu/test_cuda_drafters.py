@@ -27,11 +27,11 @@ from ktransformers.optimize.machine import detect_machine
 from tests.support.engines.drafter_steps import DrafterSteps, draft_in_every_step, runner_of
 from tests.support.engines.mtp_engines import Oracle
 from tests.support.engines.paged_loop import Answer, PagedLoop, scheduler_config
+from tests.support.gguf.qwen4_mtp import tiny_qwen4_mtp, write_qwen4_mtp
 from tests.support.gguf.writer import write_gguf
 from tests.support.models.assistant_models import TARGETS, tiny_assistant, write_assistant
 from tests.support.models.mtp_families import FAMILIES, tiny_family, write_family
 from tests.support.models.mtp_models import tiny_mtp, write_mtp
-from tests.support.models.qwen4_mtp import tiny_qwen4_mtp, write_qwen4_mtp
 from tests.support.models.tiny_models import VOCAB_SIZE, tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

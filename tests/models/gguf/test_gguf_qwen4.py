@@ -16,7 +16,7 @@ from ktransformers.engine.model.opened import config_of_model
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.gguf_config import config_from_gguf
-from ktransformers.models.ngram_hash import primes_from
+from ktransformers.models.ngram_hash import hash_multipliers, primes_from
 from ktransformers.weights.gguf.file import open_gguf
 from tests.support.engines.fake_gpus import fake_hardware
 from tests.support.engines.one_sequence import static_engine
@@ -97,6 +97,11 @@ def test_numbers_of_another_seed_are_refused(key: str, tmp_path: Path) -> None:
         config_from_gguf(metadata, shapes)
 
 
-def test_primes() -> None:
-    assert primes_from(20_000_000, 3) == [20000003, 20000023, 20000033]  # as published files have them
+def test_numbers_of_published_files() -> None:
+    """Those of Qwen3.8-Flash-Next's n-grams, as its files have them."""
+    assert hash_multipliers(248320, 3, 0, 1234) == [23703573157769, 20109073645365, 8052911324071]
+    sizes = primes_from(20_000_000, 16)
+    assert sizes[:3] == [20000003, 20000023, 20000033]
+    assert sizes[-1] == 20000171
+    assert sum(sizes[:-1]) == 300001275
     assert primes_from(1, 4) == [2, 3, 5, 7]

@@ -1,4 +1,4 @@
-"""Writes Qwen4 models as GGUF the way llama.cpp's converter does (conversion/qwen4exp.py), derived here by hand as an
+"""Writes Qwen4 models as GGUF the way llama.cpp's converter does, derived here by hand as an
 oracle: names spelled out, norms + 1, -exp(A_log), value heads reordered, the indexer's projection cut in two, the parts
 of the table of n-grams in one tensor, and its numbers among the metadata.
 """

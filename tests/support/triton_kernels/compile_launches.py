@@ -30,8 +30,6 @@ from ktransformers.kernels.triton.attention.compressed import (
     make_entries,
     turn,
 )
-from ktransformers.kernels.triton.attention.gated_streams import collapse_streams, norm_streams, scaled_silu
-from ktransformers.kernels.triton.attention.hyper import HyperSpec, collapse
 from ktransformers.kernels.triton.attention.kv_codes import widen_latents
 from ktransformers.kernels.triton.attention.latent import absorb, expand, norm_to_cache
 from ktransformers.kernels.triton.attention.materialized import (
@@ -59,6 +57,7 @@ from ktransformers.kernels.triton.quant import dequant
 from ktransformers.kernels.triton.quant.repack import CPU_PACKED_TYPES, GpuLayout, can_repack, layout_nbytes
 from ktransformers.kernels.types import Activation, ActivationSpec, GroupType, OwnType, QuantType
 from tests.support.triton_kernels.recurrent_launches import all_recurrent, call_delta_net, call_selective, call_ssd
+from tests.support.triton_kernels.stream_launches import call_gated_streams, call_hyper
 
 # By compute capability: what one program can have at most, as the CUDA programming guide has it.
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
@@ -322,20 +321,6 @@ def call_compressed(tokens, heads=64, dim=512, rotary=64, window=128):
     parts = cache.view(-1, 1, dim)
     mla_attention(AttentionCall(q, parts, parts, RowPages(table, 1, rows, counts), 0.05, sinks=torch.zeros(heads)))
     expand(q.view(tokens, 8, -1), torch.zeros(8, heads * dim // 8, 1024, dtype=bf16))
-
-
-def call_hyper(tokens, streams=4, width=4096):
-    spec = HyperSpec(streams, 20, 1e-6, 1e-6)
-    x = torch.zeros(tokens, streams, width, dtype=torch.bfloat16)
-    collapse(x, torch.zeros(spec.width, streams * width), torch.zeros(spec.width), torch.zeros(3), spec)
-
-
-def call_gated_streams(tokens, streams=4, width=2560, narrow=320):
-    x = torch.zeros(tokens, streams * width, dtype=torch.bfloat16)
-    normed = norm_streams(x, torch.zeros(streams * width), 1e-6, streams)
-    scaled_silu(x[:, :narrow].contiguous(), 1 / streams)
-    for inject in (x[:, :streams].contiguous(), None):
-        collapse_streams(normed, x, inject, streams)
 
 
 def call_expanded(heads, rows, length, nope=128, rotary=64, width=128):

@@ -1,6 +1,6 @@
 """A tiny Qwen4 with its layer for multi-token prediction, in the names of the published checkpoint and of llama.cpp's
 converter. The oracle is written here, of torch and of a model of transformers that is one such layer, after vLLM's
-qwen4_exp/mtp.py: streams go in, and the embedding is added to each of them.
+implementation: streams go in, and the embedding is added to each of them.
 """
 
 from __future__ import annotations
