@@ -258,6 +258,26 @@ void bind_linear(nb::module_& m) {
 
 void bind_rows(nb::module_& m) {
   m.def(
+      "gather_rows",
+      [](kt::WorkerPool& pool, const std::vector<std::pair<Address, int64_t>>& parts, int type, int64_t cols,
+         Address ids, int64_t count, Address out) {
+        std::vector<kt::WeightView> views;
+        std::vector<int64_t> firsts;
+        int64_t rows = 0;
+        for (const auto& part : parts) {
+          views.push_back(weight_at(part.first, type, part.second, cols));
+          firsts.push_back(rows);
+          rows += part.second;
+        }
+        for (int64_t i = 0; i < count; ++i)
+          if (at<const int64_t>(ids)[i] < 0 || at<const int64_t>(ids)[i] >= rows)
+            throw std::out_of_range("ids[" + std::to_string(i) + "] is " + std::to_string(at<const int64_t>(ids)[i]) +
+                                    ", but the table has " + std::to_string(rows) + " rows");
+        kt::gather_rows(pool, views, firsts, at<const int64_t>(ids), count, at<float>(out));
+      },
+      nb::arg("pool"), nb::arg("parts"), nb::arg("type"), nb::arg("cols"), nb::arg("ids"), nb::arg("count"),
+      nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
+  m.def(
       "read_bandwidth",
       [](kt::WorkerPool& pool, Address data, int64_t bytes, int repeats) {
         return kt::read_bandwidth(pool, at<const uint8_t>(data), bytes, repeats);

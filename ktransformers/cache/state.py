@@ -24,16 +24,32 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """Shape of one layer's state, by part ("conv", "recurrent"). place: the device as plans name it."""
+    """Shape of one layer's state, by part ("conv", "recurrent"). place: the device as plans name it. host_parts: those
+    that the CPU reads and writes, wherever the layer is.
+    """
 
     parts: Mapping[str, tuple[int, ...]]
     place: str = "cpu"
     device: torch.device = _CPU
+    host_parts: frozenset[str] = frozenset()
+
+    def device_of(self, part: str) -> torch.device:
+        """Return where a part lies."""
+        return _CPU if part in self.host_parts else self.device
 
     @property
     def nbytes(self) -> int:
         """Bytes of one slot of a layer's state."""
-        return torch.float32.itemsize * sum(map(math.prod, self.parts.values()))
+        return sum(self.nbytes_by_place.values())
+
+    @property
+    def nbytes_by_place(self) -> dict[str, int]:
+        """Bytes of one slot of a layer's state on each device, by its name in plans."""
+        sizes: dict[str, int] = {}
+        for name, shape in self.parts.items():
+            place = "cpu" if name in self.host_parts else self.place
+            sizes[place] = sizes.get(place, 0) + torch.float32.itemsize * math.prod(shape)
+        return sizes
 
 
 class StateCache:
@@ -46,7 +62,9 @@ class StateCache:
             raise ValueError(f"states need at least one slot, got {num_slots}")
         self.shapes, self.num_slots = dict(shapes), num_slots
         self._layers = {
-            index: {name: torch.zeros(num_slots, *part, device=shape.device) for name, part in shape.parts.items()}
+            index: {
+                name: torch.zeros(num_slots, *part, device=shape.device_of(name)) for name, part in shape.parts.items()
+            }
             for index, shape in shapes.items()
         }
 
@@ -55,7 +73,8 @@ class StateCache:
         """Return the bytes of `num_slots` slots on each device, by its name in plans."""
         sizes: dict[str, int] = {}
         for shape in shapes.values():
-            sizes[shape.place] = sizes.get(shape.place, 0) + num_slots * shape.nbytes
+            for place, nbytes in shape.nbytes_by_place.items():
+                sizes[place] = sizes.get(place, 0) + num_slots * nbytes
         return sizes
 
     @property

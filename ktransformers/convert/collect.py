@@ -24,7 +24,7 @@ from ktransformers.engine.model.opened import OpenedModel, describe_model, open_
 from ktransformers.engine.verify.reference_module import StoredWeights, build_reference_model
 from ktransformers.errors import ConfigError
 from ktransformers.kernels.cpu import WorkerPool
-from ktransformers.models.gguf_of_config import hf_metadata
+from ktransformers.models.gguf.of_config import hf_metadata
 from ktransformers.models.registry import routed_experts
 from ktransformers.operators.attention.rope import settle_rotations
 from ktransformers.optimize.tied import TiedSource

@@ -1,6 +1,6 @@
 """The whole of `ktransformers quantize`: opens what it is given, decides types, writes the file.
 
-safetensors ── open_model ── hf_tensors, gguf_of_config, vocab ─┐
+safetensors ── open_model ── hf_tensors, gguf.of_config, vocab ─┐
                                                                 ├─ choose_types ── lay_out ── write_tensors ──> OUT
 GGUF ── open_gguf ── gguf_tensors, entries_of ──────────────────┘
 """
@@ -43,8 +43,8 @@ from ktransformers.engine.model.mtp_names import MtpNames
 from ktransformers.engine.model.opened import open_model
 from ktransformers.errors import ConfigError, FormatError, UnsupportedError
 from ktransformers.kernels.types import QuantType
-from ktransformers.models.gguf_keys import is_key_of_other_parts
-from ktransformers.models.gguf_of_config import check_comes_back, factor_tensors, hf_metadata
+from ktransformers.models.gguf.keys import is_key_of_other_parts
+from ktransformers.models.gguf.of_config import check_comes_back, factor_tensors, hf_metadata
 from ktransformers.system.cores import usable_cores
 from ktransformers.tokenizer import load_tokenizer
 from ktransformers.tokenizer.gguf_vocab import cut_vocab

@@ -30,7 +30,9 @@ class MtpFamily:
     full in a model that has no layers of that type. norm: the name of the last norm in the family's class.
     takes_normed: whether the hidden states that go into them are those behind the last norm, or those in front of it.
     has_head: whether each has a head of its own. renamed: modules of the decoder layer that published files call
-    otherwise, {theirs: of the family's class}. why_not: why they are not run; None: they are.
+    otherwise, {theirs: of the family's class}. is_streamed: hidden states are streams side by side, `hc_count` of them,
+    each of which is projected apart from the embedding, and norms that bring them together take the last norm's place.
+    why_not: why they are not run; None: they are.
     """
 
     layer_type: str = _FULL
@@ -38,6 +40,7 @@ class MtpFamily:
     takes_normed: bool = True
     has_head: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)
+    is_streamed: bool = False
     why_not: str | None = None
 
 
@@ -51,6 +54,9 @@ _FAMILIES: Mapping[str, MtpFamily] = {
     "mellum": MtpFamily(layer_type=_SLIDING),
     "mimo_v2_flash": MtpFamily(layer_type=_SLIDING, renamed={"pre_mlp_layernorm": "post_attention_layernorm"}),
     "nemotron_h": MtpFamily(norm="norm_f"),
+    "qwen4_exp_text": MtpFamily(
+        layer_type=_INDEXED, norm="hyper_connection_mixer", takes_normed=False, is_streamed=True
+    ),
     "step3p5": MtpFamily(takes_normed=False, has_head=True),
 }
 
@@ -94,6 +100,7 @@ def mtp_config(config: PretrainedConfig, *, has_experts: bool, index: int = 0) -
         "moe_layer_end_index": 0,
         "moe_layer_interval": 1,
         "num_nextn_predict_layers": 0,
+        "ple_layer_ids": [],
     }
     for name, value in wanted.items():
         if getattr(made, name, None) is not None:

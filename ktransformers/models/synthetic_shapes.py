@@ -20,6 +20,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    Qwen4ExpTextConfig,
 )
 
 from ktransformers.errors import ConfigError
@@ -102,7 +103,7 @@ _GATED_DELTA_NET: dict[str, object] = {
     "tie_word_embeddings": False,
     "eos_token_id": None,
 }
-"""What both families of Qwen with recurrent layers share; every fourth layer attends."""
+"""What all families of Qwen with recurrent layers share; every fourth layer attends."""
 
 
 def _recurrent_first(num_layers: int) -> list[str]:
@@ -137,6 +138,44 @@ def _qwen3_coder_next(num_layers: int) -> PretrainedConfig:
         mlp_only_layers=[],
         rope_parameters={"rope_type": "default", "rope_theta": 5000000.0, "partial_rotary_factor": 0.25},
         **_GATED_DELTA_NET,
+    )
+
+
+def _qwen3_8_flash_next(num_layers: int) -> PretrainedConfig:
+    rope = {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25}
+    values = {
+        **_GATED_DELTA_NET,
+        "hidden_size": 2560,
+        "num_attention_heads": 24,
+        "linear_num_value_heads": 48,
+        "moe_intermediate_size": 640,
+        "shared_expert_intermediate_size": 640,
+        "eos_token_id": 248044,  # between texts n-grams begin anew
+    }
+    return Qwen4ExpTextConfig(
+        architectures=["Qwen4ExpForCausalLM"],
+        vocab_size=248320,
+        num_hidden_layers=num_layers,
+        layer_types=_recurrent_first(num_layers),
+        num_experts=512,
+        num_experts_per_tok=10,
+        output_gate_type="sigmoid",
+        hc_count=4,
+        hc_lowrank=320,
+        ple_layer_ids=[2] if num_layers > 1 else None,
+        ple_embed_dim=2560,
+        ple_conv_kernel_size=4,
+        ngram_size=3,
+        heads_per_ngram=8,
+        ngram_vocab_size_base=20000000,
+        split_ngram_parts=128,
+        indexer_n_heads=4,
+        indexer_kv_heads=1,
+        indexer_head_dim=128,
+        indexer_budget=2048,
+        indexer_compress_ratio=4,
+        rope_parameters={**rope, "mrope_interleaved": True, "mrope_section": [11, 11, 10]},
+        **values,
     )
 
 
@@ -358,6 +397,7 @@ SHAPES: Mapping[str, PublishedShape] = {
         PublishedShape("gpt-oss-120b", 36, partial(_gpt_oss, num_experts=128)),
         PublishedShape("qwen3.6-35b-a3b", 40, _qwen3_6_35b_a3b, has_mtp=True),
         PublishedShape("qwen3-coder-next", 48, _qwen3_coder_next, has_mtp=True),
+        PublishedShape("qwen3.8-flash-next", 48, _qwen3_8_flash_next, has_mtp=True),
         PublishedShape("qwen3-32b", 64, _qwen3_32b),
     )
 }
@@ -384,6 +424,8 @@ _NARROW = {
     "num_key_value_heads": 4,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
+    "hc_lowrank": 32,
+    "ngram_vocab_size_base": 200,
 }
 
 

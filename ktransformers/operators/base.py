@@ -154,9 +154,13 @@ class OperatorConfig:
 
 @dataclass(slots=True)
 class Requirements:
-    """Needs of loading an operator: resident bytes per device, quant types, and the stored tensors it reads."""
+    """Needs of loading an operator: resident bytes per device, quant types, and the stored tensors it reads.
+
+    looked_up: of those bytes the ones of tables of which a token reads a few rows.
+    """
 
     nbytes: dict[str, int] = field(default_factory=dict)
+    looked_up: dict[str, int] = field(default_factory=dict)
     quant_types: list[str] = field(default_factory=list)
     stored_names: set[str] = field(default_factory=set)
 
@@ -168,6 +172,15 @@ class Requirements:
         if shown not in self.quant_types:
             self.quant_types.append(shown)
         self.stored_names.update(info.stored_names)
+
+    def add_table(self, source: WeightSource, info: TensorInfo, *, as_stored: bool = False) -> None:
+        """Count a table that stays on the CPU, and of which steps read few rows: in a mapped file it takes no memory
+        that others cannot have. as_stored: it stays as it is even where no kernel computes with it.
+        """
+        as_stored |= info.stored_type == info.resident_type.name
+        is_mapped = as_stored and all(source.stored_bytes(name) is not None for name in info.stored_names)
+        self.add("cpu", info, 0 if is_mapped else None)
+        self.looked_up["cpu"] = self.looked_up.get("cpu", 0) + (0 if is_mapped else info.nbytes)
 
     def include(self, other: Requirements) -> None:
         """Add the needs of a part of the operator."""

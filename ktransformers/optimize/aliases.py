@@ -60,6 +60,7 @@ _BLOCK_INDEXER = "indexer.KBlockIndexer"
 _POOLED_INDEXER = "indexer.KPooledIndexer"
 _MODEL = "model.KModel"
 _HYPER = "hyper.KHyperConnection"
+_GATED = "hyper.KGatedStreams"
 _ROPE = "rope.KRotaryEmbedding"
 _NORM = "norm.KRMSNorm"
 _MLP = "mlp.KMLP"
@@ -100,6 +101,7 @@ _ALIASES_BY_ROLE: dict[str, dict[str, str]] = {
     },
     _COMPRESSED: {},
     _HYPER: {},
+    _GATED: {},
     _MODEL: {
         "models": "KDeepseekV2Model KDeepseekV3Model KQwen2MoeModel KQwen3MoeModel KLlamaModel KMixtralModel "
         "KGlm4MoeModel KHunyuanModel",
@@ -138,6 +140,7 @@ _HOMES = {
     _POOLED_INDEXER: "attention.indexer",
     _MODEL: "layers.model",
     _HYPER: "layers.hyper",
+    _GATED: "layers.hyper",
     _ROPE: "attention.rope",
     _MLP: "linear.mlp",
     _EMBEDDING: "linear.embedding",

@@ -2,9 +2,10 @@
 
 A step of one sequence reads every weight that takes part in it once: what is in a layer but its routed experts, of
 those the ones that the router chooses, the LM head, and the keys and values of the tokens before. The embedding table
-is looked up, one row of it. Layers run one after another, and so do the parts of a layer, whatever device they are on;
-only routed and shared experts run beside those that are on another device. Routed experts of which some have a slot on
-a GPU are read there as often as even routing has it. So, with B the bytes over the device's bandwidth,
+is looked up, one row of it, and so are tables of n-grams, a few. Layers run one after another, and so do the parts of a
+layer, whatever device they are on; only routed and shared experts run beside those that are on another device. Routed
+experts of which some have a slot on a GPU are read there as often as even routing has it. So, with B the bytes over the
+device's bandwidth,
 
     seconds = sum over layers (B(attention, dense, cache) + max over devices (B(routed there) + B(shared there)))
               + B(head)
@@ -109,7 +110,9 @@ def reads_of(entry: PlanEntry, slots: tuple[str, float] | None) -> dict[str, flo
     """Return the bytes of a module by the device on which they are read. slots: a GPU, and the share of a module's
     experts on the CPU that has a slot there.
     """
-    nbytes: dict[str, float] = dict(entry.nbytes)
+    nbytes: dict[str, float] = {
+        device: count - entry.looked_up.get(device, 0) for device, count in entry.nbytes.items()
+    }
     if slots is not None:
         device, share = slots
         on_cpu = nbytes.get("cpu", 0.0)

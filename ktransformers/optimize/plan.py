@@ -45,7 +45,8 @@ class PlanEntry:
     key: dotted name; the root is "". operator: class name, None when the module is kept. generate_op and prefill_op:
     what runs in each phase. nbytes: resident bytes per device of the module itself, children excluded. rule: number
     of the rule that decided, in its file, None when none did; rule_place: FILE:LINE of a rule in an included file, else
-    "". stored_names: tensors in the files that it reads.
+    "". stored_names: tensors in the files that it reads. looked_up: of nbytes, those of tables of which a token reads a
+    few rows.
     """
 
     key: str
@@ -60,6 +61,7 @@ class PlanEntry:
     stored_names: frozenset[str] = frozenset()
     note: str = ""
     rule_place: str = ""
+    looked_up: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def is_kept(self) -> bool:
@@ -366,6 +368,7 @@ class _Planner:
             quant_types=tuple(needs.quant_types),
             nbytes=dict(needs.nbytes),
             stored_names=frozenset(needs.stored_names),
+            looked_up=dict(needs.looked_up),
         )
 
     def _placement(self, rule: Rule | None, key: str) -> Placement:

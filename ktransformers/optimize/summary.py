@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from ktransformers.cache.paged import LayerShape
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.registry import routed_experts
@@ -126,7 +128,7 @@ def size_of(
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     sizes = {name: tensor.numel() for name, tensor in model.named_parameters() if name not in tied}
     total, active = sum(sizes.values()), 0.0
-    table = {f"{key}.weight" for key, module in model.named_modules() if module is model.get_input_embeddings()}
+    table = {f"{key}.weight" for key, module in model.named_modules() if isinstance(module, nn.Embedding)}
     for name, count in sizes.items():
         key = name.rpartition(".")[0]
         if key in experts:

@@ -3,7 +3,8 @@
 Blocks are those of llama.cpp's Q4_K_M mixture as it is usually measured: matrices Q4_K, the LM head and the experts'
 down projections Q6_K, the split latent up-projections Q8_0, routers and vectors F32. Rows that blocks of 256 cannot
 hold are Q8_0, or F32 when blocks of 32 cannot either. Gpt-oss and DeepSeek-V4 are as published: experts MXFP4, other
-matrices of as many bits (Q8_0). Tables of each token's experts hold any of them, F32.
+matrices of as many bits (Q8_0). Tables of each token's experts hold any of them, F32;
+tables of n-grams are IQ4_NL.
 
 Every matrix has zero mean, and embeddings are large beside what layers add to them. Otherwise the hidden states of all
 tokens would collapse to one direction, all tokens would choose the same experts, and batched figures would be a lie.
@@ -43,13 +44,19 @@ EMBEDDING_GAIN = 1000.0
 
 _CHUNK = 4 << 20  # bytes that one thread makes at a time
 _ROUTER = re.compile(r"(?:gate|router)(?:\.wg)?\.weight$")
+_NGRAMS = re.compile(r"\.ngram_embedding\.weight$")  # as published files have it
 _CONVOLUTION = re.compile(r"\.conv(?:1d|\.conv)\.weight$")  # short ones, of recurrent layers
 _DECAYS = ".A_log"
 _TABLE = ".tid2eid"
 _KV_B = ".self_attn.kv_b_proj.weight"
 
 # Of one block: bytes where its fp16 scale begins, and what the scale is about.
-_SCALES = {QuantType.Q4_K: (0, 1e-4), QuantType.Q6_K: (208, 2e-5), QuantType.Q8_0: (0, 2e-4)}
+_SCALES = {
+    QuantType.Q4_K: (0, 1e-4),
+    QuantType.Q6_K: (208, 2e-5),
+    QuantType.Q8_0: (0, 2e-4),
+    QuantType.IQ4_NL: (0, 2.5e-4),
+}
 
 _MXFP4_EXPONENT = 119  # or one more: times numbers in -6 .. 6 with a root mean square of 2.9
 
@@ -71,10 +78,10 @@ _U8 = npt.NDArray[np.uint8]
 
 
 def random_blocks(out: _U8, qtype: QuantType, seed: Sequence[int], gain: float = 1.0) -> None:
-    """Fill uint8 [n] with random blocks of Q4_K, Q6_K, Q8_0 or MXFP4 whose weights have zero mean.
+    """Fill uint8 [n] with random blocks of Q4_K, Q6_K, Q8_0, IQ4_NL or MXFP4 whose weights have zero mean.
 
-    Their standard deviation is about 0.015 (Q8_0), 0.017 (Q4_K), 0.018 (MXFP4) or 0.027 (Q6_K), times gain (for MXFP4
-    the next power of two). n must be a multiple of the block's bytes. The same seed gives the same bytes.
+    Their standard deviation is about 0.015 (Q8_0), 0.017 (Q4_K, IQ4_NL), 0.018 (MXFP4) or 0.027 (Q6_K), times gain (for
+    MXFP4 the next power of two). n must be a multiple of the block's bytes. The same seed gives the same bytes.
     """
     generator = np.random.Generator(np.random.SFC64(list(seed)))
     words = generator.integers(0, 2**64 - 1, size=-(-out.size // 8), dtype=np.uint64, endpoint=True)
@@ -229,6 +236,8 @@ class SyntheticSource:
     def _type(self, name: str, shape: tuple[int, ...]) -> QuantType:
         if len(shape) < 2 or name.endswith((_DECAYS, _TABLE)) or _ROUTER.search(name) or _CONVOLUTION.search(name):
             return QuantType.F32
+        if _NGRAMS.search(name):
+            return _held_as(QuantType.IQ4_NL, shape[-1])
         if len(shape) == 3:
             return _held_as(QuantType.Q8_0, shape[-1])
         return _held_as(self._mixture.head if name == "lm_head.weight" else self._mixture.matrices, shape[-1])

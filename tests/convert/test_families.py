@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ktransformers.engine.model.opened import config_of_model
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.facts import ModelFacts
-from ktransformers.models.gguf_of_config import WRITABLE_FAMILIES
+from ktransformers.models.gguf.of_config import WRITABLE_FAMILIES
 from ktransformers.weights.gguf.file import open_gguf
 from ktransformers.weights.gguf.source import GGUFSource
 from tests.support.checks.source_checks import check_whole_model

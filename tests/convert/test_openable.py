@@ -11,7 +11,7 @@ import pytest
 
 from ktransformers.convert.openable import check_opens
 from ktransformers.errors import UnsupportedError
-from ktransformers.models.gguf_of_config import WRITABLE_FAMILIES
+from ktransformers.models.gguf.of_config import WRITABLE_FAMILIES
 from tests.support.gguf.converting import contents, quantized, tensors
 from tests.support.models.tiny_models import tiny_model, write_safetensors
 from tests.support.models.writable_models import FACTORS, LONGROPE, REFUSED, WRITTEN

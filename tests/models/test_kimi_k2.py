@@ -13,7 +13,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.model.skeleton import load_hf_config
 from ktransformers.errors import ConfigError
 from ktransformers.models.facts import ModelFacts
-from ktransformers.models.gguf_config import config_from_gguf
+from ktransformers.models.gguf.config import config_from_gguf
 from ktransformers.models.registry import default_optimize_rules
 from ktransformers.system.shipped_rules import shipped_path
 from ktransformers.tokenizer import load_tokenizer

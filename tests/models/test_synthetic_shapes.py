@@ -26,6 +26,7 @@ def test_the_command_line_names_every_shape() -> None:
         ("gpt-oss-120b", 116.83),
         ("qwen3.6-35b-a3b", 35),
         ("qwen3-coder-next", 80),
+        ("qwen3.8-flash-next", 177),  # 125.7, and 51.2 of n-grams
         ("qwen3-32b", 32.8),
     ],
 )

@@ -1,6 +1,8 @@
 // See rows.h.
 #include "ops/linear/rows.h"
 
+#include "runtime/pages.h"
+
 namespace kt {
 namespace {
 
@@ -18,6 +20,25 @@ void dequantize_rows(WorkerPool& pool, const WeightView& weight, const int64_t* 
   for_rows(session, count, rows, [&](int64_t i) {
     session.kernels().dequantize_row(weight.type, weight.data + ids[i] * weight.row_bytes, weight.cols,
                                      out + i * weight.cols);
+  });
+}
+
+void gather_rows(WorkerPool& pool, const std::vector<WeightView>& parts, const std::vector<int64_t>& firsts,
+                 const int64_t* ids, int64_t count, float* out) {
+  WorkerPool::Session session(pool);
+  ProfiledOp op(session, Part::Embedding, count);
+  const WeightView& any = parts.front();
+  op.add_bytes(count * any.row_bytes);
+  const auto row = [&](int64_t i) {
+    const int64_t part = std::upper_bound(firsts.begin(), firsts.end(), ids[i]) - firsts.begin() - 1;
+    return parts[part].data + (ids[i] - firsts[part]) * any.row_bytes;
+  };
+  const int64_t rows = std::max<int64_t>(1, kLookedUpPerTask / std::max<int64_t>(any.cols, 1));
+  session.run((count + rows - 1) / rows, [&](int64_t task) {
+    const int64_t first = task * rows, end = std::min(count, first + rows);
+    for (int64_t i = first; i < end; ++i) read_ahead(row(i), any.row_bytes);
+    for (int64_t i = first; i < end; ++i)
+      session.kernels().dequantize_row(any.type, row(i), any.cols, out + i * any.cols);
   });
 }
 

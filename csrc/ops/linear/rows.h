@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "ops/weights/weights.h"
 
@@ -22,6 +23,11 @@ inline int64_t rows_per_task(int64_t cols) {
 }
 
 void dequantize_rows(WorkerPool& pool, const WeightView& weight, const int64_t* ids, int64_t count, float* out);
+
+// The same of a table that lies in parts, one behind the other, and is seldom in memory: the pages of all its rows are
+// asked for before the first one is waited for. firsts: the first row of each part.
+void gather_rows(WorkerPool& pool, const std::vector<WeightView>& parts, const std::vector<int64_t>& firsts,
+                 const int64_t* ids, int64_t count, float* out);
 
 void rms_norm(WorkerPool& pool, const float* x, const float* weight, int64_t rows, int64_t cols, float eps, float* out);
 

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 SHAPE_NAMES = (
     *("qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3", "deepseek-v4-flash", "glm-5.3-flash"),
     *("gpt-oss-20b", "gpt-oss-120b"),
-    *("qwen3.6-35b-a3b", "qwen3-coder-next", "qwen3-32b"),
+    *("qwen3.6-35b-a3b", "qwen3-coder-next", "qwen3.8-flash-next", "qwen3-32b"),
 )
 
 Kinds: TypeAlias = "argparse._SubParsersAction[ArgumentParser]"

@@ -4,6 +4,10 @@ DeepSeek-V3 (arXiv 2412.19437, 2.2) calls it so, GLM-4.5, Qwen3-Next, Qwen3.5 an
 
     eh_proj [enorm(embedding of token i + 1), hnorm(hidden states i)] ── decoder layer ── norm ── the model's own head
 
+Qwen4's hidden states are streams, in front of what brings them together, as vLLM has it:
+
+    fc_embedding enorm(embedding) + fc_hidden hnorm(streams), for each ── decoder layer ── mixer ── the model's own head
+
 hidden states: those behind the model's last norm, or behind this layer's own, for tokens further on. The decoder layer,
 its norm and the rotation are those of the family's class of transformers, so that rules replace them as in any layer.
 Tensors have the names that a model of one layer has (mtp_names.py); what differs by family is in models/mtp_config.py.
@@ -11,6 +15,7 @@ Tensors have the names that a model of one layer has (mtp_names.py); what differ
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +23,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from ktransformers.engine.model.mtp_names import INPUT_NORMS, OUTPUT_PROJECTION, PROJECTION
+from ktransformers.engine.model.mtp_names import INPUT_NORMS, OUTPUT_PROJECTION, PROJECTION, STREAM_PROJECTIONS
 from ktransformers.engine.model.skeleton import build_skeleton
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.mtp_config import mtp_family
@@ -40,10 +45,13 @@ class MtpInput(Placeholder):
     taken. Steps that are replayed read hidden states from memory of their own, see `reserve`.
     """
 
-    def __init__(self, layer: nn.Module, hidden_size: int, parts: Sequence[str] = (*INPUT_NORMS, PROJECTION)):
+    def __init__(
+        self, layer: nn.Module, hidden_size: int, parts: Sequence[str] = (*INPUT_NORMS, PROJECTION), streams: int = 1
+    ):
         """hidden_size: of the target. layer: has what projects the rows as children, by these names, until
-        `take_parts`."""
+        `take_parts`. streams: hidden states are so many side by side."""
         super().__init__()
+        self._streams = streams
         self.weight = torch.empty(1, hidden_size, device="meta")  # whose width others ask for
         self._layer, self._source = (layer,), tuple[nn.Module, ...]()  # not its children
         self._parts = tuple(parts)
@@ -72,7 +80,7 @@ class MtpInput(Placeholder):
     def reserve(self, num_rows: int, device: Device) -> None:
         """Keep hidden states of steps of up to num_rows rows at one place of `device`, before any of them is
         captured."""
-        self._num_reserved, shape = num_rows, (num_rows, self.weight.shape[-1])
+        self._num_reserved, shape = num_rows, (num_rows, self._streams * self.weight.shape[-1])
         self._reserved = torch.zeros(shape, dtype=device.dtype, device=device.torch_device)
 
     def give(self, hidden_states: Sequence[torch.Tensor]) -> None:
@@ -93,8 +101,9 @@ class MtpInput(Placeholder):
         return projected
 
     def project(self, embedded: torch.Tensor) -> torch.Tensor:
-        """Return the decoder layer's input, [1, T, H], of the tokens' embeddings [1, T, H]."""
-        num_rows, width = embedded.shape[1:]
+        """Return the decoder layer's input, [1, T, H], of the tokens' embeddings [1, T, H]; [1, T, streams H] where
+        hidden states are streams."""
+        num_rows, width = embedded.shape[1], self._streams * embedded.shape[2]
         given = self._reserved if num_rows <= self._num_reserved else self._latest
         if given is None or given.shape[0] < num_rows:
             made = torch.randn(num_rows, width, generator=torch.Generator().manual_seed(0))
@@ -103,20 +112,43 @@ class MtpInput(Placeholder):
         normed = [embedded, hidden_states]
         if INPUT_NORMS[0] in self._parts:
             normed = [getattr(self, name)(part) for name, part in zip(INPUT_NORMS, normed, strict=True)]
+        if STREAM_PROJECTIONS[0] in self._parts:
+            return self._streamed(*normed)
         projected: torch.Tensor = getattr(self, PROJECTION)(torch.cat(normed, dim=-1))
         return projected
+
+    def _streamed(self, embedded: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The embedding beside each stream, both projected: [1, T, streams H] of what norms made of them."""
+        of_embedding, of_stream = (getattr(self, name) for name in STREAM_PROJECTIONS)
+        streams = of_stream(hidden_states.reshape(1, -1, embedded.shape[-1])).view(hidden_states.shape)
+        made: torch.Tensor = streams + of_embedding(embedded).repeat(1, 1, self._streams)
+        return made
 
     @override
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.project(self.source(input_ids).to("cpu", torch.float32))
 
 
+def _streamed_input(base: Any, layer: Any, eps: float) -> MtpInput:
+    """The placeholder for the embedding of a layer whose hidden states are streams (Qwen4), with its parts in `layer`:
+    a projection for the embedding and one for each stream; the norm of hidden states is over all streams."""
+    size, streams, norm = base.config.hidden_size, base.config.hc_count, type(layer.self_attn.q_norm)
+    with torch.device("meta"):
+        for name, width in zip(INPUT_NORMS, (size, streams * size), strict=True):
+            layer.add_module(name, norm(width, eps=eps))
+        for name in STREAM_PROJECTIONS:
+            layer.add_module(name, nn.Linear(size, size, bias=False))
+    base.config = copy.copy(base.config)  # by which the model's forward makes streams of embeddings: these are made
+    base.config.hc_count = 1
+    return MtpInput(layer, size, (*INPUT_NORMS, *STREAM_PROJECTIONS), streams)
+
+
 def build_mtp(config: PretrainedConfig, trust_remote_code: bool, *, has_head: bool = False) -> PreTrainedModel:
     """Build the skeleton of a model that is one such layer, whose embedding is a placeholder, and its head unless it
     has one of its own. Raises UnsupportedError."""
     model: Any = build_skeleton(config, trust_remote_code)
-    base = model.base_model
-    layers, norm = getattr(base, "layers", None), getattr(base, mtp_family(config.model_type).norm, None)
+    base, family = model.base_model, mtp_family(config.model_type)
+    layers, norm = getattr(base, "layers", None), getattr(base, family.norm, None)
     eps = getattr(config, "rms_norm_eps", None) or getattr(config, "layer_norm_epsilon", None)
     if not layers or norm is None or eps is None or not hasattr(model, "lm_head"):
         raise UnsupportedError(
@@ -124,11 +156,15 @@ def build_mtp(config: PretrainedConfig, trust_remote_code: bool, *, has_head: bo
             "known; take --speculative ngram, or --draft_model"
         )
     layer, size = layers[0], config.hidden_size
-    with torch.device("meta"):
-        for name in INPUT_NORMS:
-            layer.add_module(name, type(norm)(size, eps=eps))
-        layer.add_module(PROJECTION, nn.Linear(2 * size, size, bias=False))
-    model.set_input_embeddings(MtpInput(layer, size))
+    if family.is_streamed:
+        entry = _streamed_input(base, layer, eps)
+    else:
+        with torch.device("meta"):
+            for name in INPUT_NORMS:
+                layer.add_module(name, type(norm)(size, eps=eps))
+            layer.add_module(PROJECTION, nn.Linear(2 * size, size, bias=False))
+        entry = MtpInput(layer, size)
+    model.set_input_embeddings(entry)
     if not has_head:
         model.lm_head = PassThrough()  # it is the target's own
     built: PreTrainedModel = model.eval()

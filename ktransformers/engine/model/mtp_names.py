@@ -21,11 +21,21 @@ from ktransformers.weights.safetensors.file import SafetensorsModel
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["INPUT_NORMS", "OUTPUT_PROJECTION", "PROJECTION", "MtpNames", "renamed_gguf", "renamed_tensors"]
+__all__ = [
+    "INPUT_NORMS",
+    "OUTPUT_PROJECTION",
+    "PROJECTION",
+    "STREAM_PROJECTIONS",
+    "MtpNames",
+    "renamed_gguf",
+    "renamed_tensors",
+]
 
 INPUT_NORMS, PROJECTION, OUTPUT_PROJECTION = ("enorm", "hnorm"), "eh_proj", "post_projection"
+STREAM_PROJECTIONS = ("fc_embedding", "fc_hidden")
 """Children that the decoder layer has besides its own until they are loaded: what makes its input, and hidden states of
-the target's width of its output where that has another one (Gemma 4's assistants)."""
+the target's width of its output where that has another one (Gemma 4's assistants). Where hidden states are streams,
+STREAM_PROJECTIONS stand for PROJECTION."""
 
 _Part = tuple[int | None, str]
 """The decoder layer, of all that make up the layers for multi-token prediction, and a tensor's name in it; None: all of
@@ -35,11 +45,13 @@ _EXPERTS = re.compile(r"\.experts\.|ffn_(gate|up|down|gate_up)_exps\.")
 _BELOW_MTP = re.compile(r"(?:.*\.)?mtp\.(?P<name>.+)")
 _NUMBERED = re.compile(r"(?:.*\.)?layers\.(?P<number>\d+)\.(?:transformer\.)?(?P<name>.+)")
 _OF_TOP = {"fc": PROJECTION, "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "final_layernorm"}
+_OF_TOP |= {name: name for name in (*STREAM_PROJECTIONS, "hyper_connection_mixer")}
 """Right below `mtp.`, by what other files call them in a layer."""
 _ERNIE = re.compile(r"(?:.*\.)?mtp_(?P<part>block|emb_norm|hidden_norm|linear_proj)\.(?P<number>\d+)\.(?P<name>.+)")
 _ERNIE_PARTS = {"block": "", "emb_norm": "enorm.", "hidden_norm": "hnorm.", "linear_proj": f"{PROJECTION}."}
 
 _NORM = re.compile(r"(?:final_layernorm|shared_head\.norm|nextn\.shared_head_norm|layer_output_norm)\.")
+_MIXER = re.compile(r"nextn\.hc_head_")
 _HEAD = re.compile(r"(?:shared_head\.(?:head|output)|nextn\.shared_head_head)\.")
 _EMBEDDING = re.compile(r"(?:nextn\.)?embed_tokens\.")
 _MODEL_NORM = re.compile(r"(?:model\.|backbone\.|language_model\.)+norm(_f)?\.weight|output_norm\.weight")
@@ -69,6 +81,8 @@ class MtpNames:
                 return _HEAD.sub("lm_head.", name) if family.has_head else None
             if _NORM.match(name):
                 return _NORM.sub(f"model.{family.norm}.", name)
+            if name.startswith(f"{family.norm}."):  # below which there is more than a weight
+                return f"model.{name}"
             inner, _, rest = name.partition(".")
             return f"model.layers.{block}.{family.renamed.get(inner, inner)}.{rest}"
 
@@ -86,6 +100,8 @@ class MtpNames:
                 return _HEAD.sub("output.", name) if family.has_head else None
             if _NORM.match(name):
                 return _NORM.sub("output_norm.", name)
+            if _MIXER.match(name):
+                return _MIXER.sub("output_hc_", name)
             return f"blk.{block}.{name.replace('post_attention_norm.', 'attn_norm.') if block else name}"
 
         parts = dict[str, _Part]()
@@ -115,7 +131,8 @@ class MtpNames:
                 if ours is not None:
                     names[name] = ours
                     is_own |= number is not None
-            if not is_own or not any(f".{PROJECTION}." in ours for ours in names.values()):
+            makes_input = {f".{part}." for part in (PROJECTION, STREAM_PROJECTIONS[-1])}
+            if not is_own or not any(part in ours for ours in names.values() for part in makes_input):
                 return found
             norm = renamed(0, "final_layernorm.weight")
             if model_norm is not None and norm is not None and norm not in names.values():

@@ -32,8 +32,8 @@ from ktransformers.models.assistant_config import GGUF_ARCH, assistant_config, c
 from ktransformers.models.composite import take_text_config, text_config_of
 from ktransformers.models.config_fields import token_ids
 from ktransformers.models.facts import ModelFacts
-from ktransformers.models.gguf_config import FACTOR_TENSORS, config_from_gguf
-from ktransformers.models.gguf_sampling import sampling_defaults
+from ktransformers.models.gguf.config import FACTOR_TENSORS, config_from_gguf
+from ktransformers.models.gguf.sampling import sampling_defaults
 from ktransformers.models.heads import settle_head
 from ktransformers.models.mtp_config import mtp_config, mtp_family
 from ktransformers.operators.partial_sums import PartialSums

@@ -320,7 +320,8 @@ def _add_states(shapes: dict[int, LayerShape], facts: ModelFacts, operators: Map
                         f"{operator.key} keeps a state on {state.place}, and the layer another one on "
                         f"{shape.state.place}; place both on one device"
                     )
-                state = replace(state, parts={**shape.state.parts, **state.parts})
+                host = shape.state.host_parts | state.host_parts
+                state = replace(state, parts={**shape.state.parts, **state.parts}, host_parts=host)
             shapes[operator.layer_idx] = replace(shape, state=state)
     for index, layer in enumerate(facts.layers):
         has_state = index in shapes and shapes[index].state is not None

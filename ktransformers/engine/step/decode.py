@@ -97,6 +97,9 @@ class DecodeSteps:
     ) -> None:
         layout = forward.layout
         assert layout is not None, "steps on the CPU are not padded"
+        assert forward.lookup is not None, "it is there where the layout is"
+        self._lookup = forward.lookup
+        self._held: ForwardContext | None = None  # of the step that is held
         self._forward, self._layout, self._cache, self._choices = forward, layout, cache, choices
         device = layout.entry.torch_device
         self.max_rows, self.mixed = min(padded.max_batch_size, MAX_GRAPH_ROWS), tuple(padded.mixed)
@@ -143,6 +146,8 @@ class DecodeSteps:
     def is_shared(self, context: ForwardContext, num_kept: int) -> bool:
         """Whether `step` can give other processes a step through memory that they share."""
         rows = len(context.seq_ids)
+        if self._layout.ngrams:
+            return False  # each process keeps the last tokens of its sequences itself
         return rows < STAGED_ROWS and self._graphs.is_shared(rows, num_kept, *context.block_table.shape)
 
     def _run(self, inputs: DecodeInputs) -> Tensor:
@@ -226,11 +231,14 @@ class DecodeSteps:
         ):
             return False
         unknown = torch.empty(rows, self._layout.width, device="meta")
+        self._held = context
         return self._graphs.launch_held(_inputs_of(unknown, token_ids, positions, context, keep))
 
     def release(self, token_ids: Tensor) -> None:
         """Let the step go on that was launched held, with its tokens."""
-        self._released = self._graphs.release(token_ids, lambda ids: self._layout.embedding(ids[None])[0])
+        held, self._held = self._held, None
+        assert held is not None, "no step is held"
+        self._released = self._graphs.release(token_ids, lambda ids: self._lookup.on_host(ids, held))
 
     def drop_released(self) -> None:
         """Forget a step that was released and will not be asked for."""
@@ -245,12 +253,11 @@ class DecodeSteps:
     ) -> Tensor:
         """Launch a step as `step` does, but do not wait for its end: logits on the first device, valid until the next
         step."""
-        lookup = self._forward.lookup
-        if len(token_ids) < STAGED_ROWS or lookup is None:  # copied with the other inputs
-            hidden_states = self._layout.embedding(token_ids[None])[0]
+        if len(token_ids) < STAGED_ROWS:  # copied with the other inputs
+            hidden_states = self._lookup.on_host(token_ids, context)
             self._has_lookup_here = hidden_states.device.type == "cpu"
         else:
-            hidden_states = lookup(token_ids)
+            hidden_states = self._lookup(token_ids, context)
         inputs = _inputs_of(hidden_states, token_ids, positions, context, keep)
         return self._graphs.forward(inputs, is_shared=is_shared)
 

@@ -102,7 +102,7 @@ class ForwardPass:
         if 0 < self.block_rows < len(token_ids):
             context = context.in_blocks(self.block_rows)
         return StepInputs(
-            hidden_states=self.lookup(token_ids)[None],
+            hidden_states=self.lookup(token_ids, context)[None],
             positions=layout.entry.move(positions[None]),
             keep=layout.last.move(keep),
             context=context.replicated(device.torch_device for device in layout.devices),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ktransformers.operators.base import Operator
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import Device, StepFollower, distinct
 from ktransformers.operators.recognize.embedding import recognize_input_scale
+from ktransformers.operators.recurrent.ngram_embedding import KPerLayerEmbedding
 from ktransformers.optimize.plan import Plan
 
 __all__ = ["StepLayout", "install_moves", "move_into", "rotations_of", "settle_buffers"]
@@ -33,7 +35,7 @@ class StepLayout:
     entry, last: where hidden states begin and end. devices: of all layers, each once. embedding: ids to hidden states,
     and behind them what the model looks up for its layers, `width` columns together. layer_inputs: of these, layers and
     columns for each of them; (0, 0) for a model without. mtp: what makes hidden states of what the embedding gave;
-    None where it gave them.
+    None where it gave them. ngrams: what looks up n-grams for their layers, behind all that.
     """
 
     entry: Device
@@ -43,6 +45,7 @@ class StepLayout:
     width: int
     layer_inputs: tuple[int, int] = (0, 0)
     mtp: MtpInput | None = None
+    ngrams: tuple[KPerLayerEmbedding, ...] = ()
 
     @classmethod
     def of(cls, plan: Plan, modules: Mapping[str, nn.Module], embedding: nn.Module) -> StepLayout:
@@ -60,6 +63,12 @@ class StepLayout:
         if isinstance(embedding, MtpInput):
             return cls(*ends, embedding.source, width, mtp=embedding)
         table = _scaled(plan.operators.get(key, embedding), modules, key)
+        ngrams = tuple(one for one in plan.operators.values() if isinstance(one, KPerLayerEmbedding))
+        if ngrams:
+            *firsts, found = accumulate((one.looked_up_dim for one in ngrams), initial=0)
+            for one, first in zip(ngrams, firsts, strict=True):
+                one.column = first
+            return cls(*ends, table, width + found, ngrams=ngrams)
         if base is None:
             return cls(*ends, table, width)
         layers = len(base.layers), int(base.hidden_size_per_layer_input)
@@ -75,6 +84,9 @@ class StepLayout:
         layers, columns = self.layer_inputs
         if self.mtp is not None:
             return {"inputs_embeds": self.mtp.project(embedded)}
+        if self.ngrams:
+            hidden = embedded.shape[-1] - sum(one.looked_up_dim for one in self.ngrams)
+            return {"inputs_embeds": embedded[..., :hidden], "ple_input_ids": embedded[..., hidden:]}
         if not columns:
             return {"inputs_embeds": embedded}
         hidden = embedded.shape[-1] - layers * columns

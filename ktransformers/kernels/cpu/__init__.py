@@ -36,7 +36,7 @@ from ktransformers.kernels.cpu.packing import (
 )
 from ktransformers.kernels.cpu.paged_attention import MAX_BF16_DIMS, attention
 from ktransformers.kernels.cpu.products import batched_linear, linear
-from ktransformers.kernels.cpu.rows import activate, dequantize_rows, rms_norm
+from ktransformers.kernels.cpu.rows import activate, dequantize_rows, gather_rows, rms_norm
 from ktransformers.kernels.cpu.topk_positions import MAX_INDEX_HEADS, select_topk_positions
 
 __all__ = [
@@ -57,6 +57,7 @@ __all__ = [
     "copy_parts",
     "dequantize_rows",
     "empty_bytes",
+    "gather_rows",
     "grid_values",
     "has_bf16",
     "lacking_isa",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from ktransformers.kernels.extension import extension
 from ktransformers.kernels.types import ActivationSpec, RawTensor
 from ktransformers.kernels.untraced import untraced
 
-__all__ = ["activate", "dequantize_rows", "rms_norm"]
+__all__ = ["activate", "dequantize_rows", "gather_rows", "rms_norm"]
 
 
 @untraced
@@ -33,6 +35,27 @@ def dequantize_rows(weight: RawTensor, ids: Tensor, pool: WorkerPool, out: Tenso
         ids.shape[0],
         result.data_ptr(),
     )
+    return result
+
+
+@untraced
+def gather_rows(parts: Sequence[RawTensor], ids: Tensor, pool: WorkerPool, out: Tensor | None = None) -> Tensor:
+    """Return rows `ids` as `dequantize_rows` does, of a table in parts that lie anywhere and are mostly on a disk: all
+    pages that are asked for are read at once.
+
+    parts: [N, K] each, of one type and width; rows are counted over them all. ids: int64 [T]. out: [T, K], made when
+    None. Raises IndexError for an id outside of them, ValueError for parts that differ.
+    """
+    for part in parts:
+        check_weight("parts", part, 2)
+    kinds = {(part.qtype, part.cols) for part in parts}
+    if len(kinds) != 1:
+        raise ValueError(f"the parts of a table have one type and width, got {len(kinds)}")
+    ((qtype, cols),) = kinds
+    check_tensor("ids", ids, (None,), torch.int64)
+    result = output(out, (ids.shape[0], cols))
+    places = [(part.data.data_ptr(), part.rows) for part in parts]
+    extension.gather_rows(pool.handle, places, int(qtype), cols, ids.data_ptr(), ids.shape[0], result.data_ptr())
     return result
 
 

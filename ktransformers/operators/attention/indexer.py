@@ -298,7 +298,7 @@ class KIndexer(WrapperOperator):
         entries = pooled(keys, bias, context.pages, spec.head_dim, spec.size)
         if spec.is_gated:
             return entries
-        return self._rotated(inputs, inner.k_layernorm(entries.to(inputs.x.dtype)), context.kv_lens)
+        return self._rotated(inputs, inner.k_layernorm(entries.to(inputs.x.dtype)), context.kv_lens, context)
 
     def _entries(self, inputs: IndexInputs, found: Tensor, kv_lens: Tensor) -> Tensor:
         """[N, D] of the rows [N, M, index_dim] that the cache has of pools; kv_lens: of the rows that end them."""
@@ -308,12 +308,22 @@ class KIndexer(WrapperOperator):
             return pooled_by_gates(found[..., :dim], found[..., dim:], inner.index_kpool_compress_ape)
         return self._rotated(inputs, inner.k_layernorm(in_order(found) / self.spec.size), kv_lens)
 
-    def _rotated(self, inputs: IndexInputs, entries: Tensor, kv_lens: Tensor) -> Tensor:
-        """Entries [N, D] rotated as the first positions of the pools that end at kv_lens [N]; of others, any way."""
-        assert self._rotary is not None, f"{self.key} is not bound"
-        cos, sin = self._rotary(inputs.x, (kv_lens.long() - self.spec.size).clamp(min=0)[None])
-        half = cos.shape[-1] // 2
-        return rotated_columns(entries[:, None], cos[0, :, :half], sin[0, :, :half])[:, 0]
+    def _rotated(
+        self, inputs: IndexInputs, entries: Tensor, kv_lens: Tensor, step: ForwardContext | None = None
+    ) -> Tensor:
+        """Entries [N, D] rotated as the first positions of the pools that end at kv_lens [N]; of others, any way. step:
+        whose rows these are all, so that the angles are made once for all layers; None: some rows."""
+
+        def angles(lens: Tensor) -> Angles:
+            assert self._rotary is not None, f"{self.key} is not bound"
+            cos, sin = self._rotary(inputs.x, (lens.long() - self.spec.size).clamp(min=0)[None])
+            half = cos.shape[-1] // 2
+            return cos[0, :, :half], sin[0, :, :half]
+
+        made = (
+            angles(kv_lens) if step is None else step.derived(f"angles of pools of {self.spec.size}", kv_lens, angles)
+        )
+        return rotated_columns(entries[:, None], *made)[:, 0]
 
 
 class KBlockIndexer(KIndexer):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.kernels.attention_call import RowPages
+from ktransformers.kernels.triton.attention import pools
 from ktransformers.operators.attention.topk_positions import TopkPositions
 from ktransformers.operators.context import ForwardContext
 
@@ -29,13 +30,14 @@ class PoolStep:
     """The pools of a step's sequences, for all layers.
 
     size: positions of a pool. counts: int32 [T], whole pools that a row sees. table: int32 [S, E], the slot of each
-    pool's last position.
+    pool's last position. is_replayed: it is on a GPU, see `of`.
     """
 
     context: ForwardContext
     size: int
     counts: Tensor
     table: Tensor
+    is_replayed: bool = False
 
     @classmethod
     def of(cls, context: ForwardContext, size: int, *, is_replayed: bool = False) -> PoolStep:
@@ -56,7 +58,7 @@ class PoolStep:
             most = int(counts.max()) if len(counts) else 0
         ends = (torch.arange(most, device=lens.device) + 1) * size - 1
         table = context.block_table[:, ends // page_size] * page_size + ends % page_size
-        return cls(context, size, counts, table.to(torch.int32).contiguous())
+        return cls(context, size, counts, table.to(torch.int32).contiguous(), is_replayed)
 
     @property
     def pages(self) -> RowPages:
@@ -80,6 +82,8 @@ class PoolStep:
         chosen: int32 [T, K], slots of pools' last positions, the first num_chosen [T] of each row in use.
         """
         size, context = self.size, self.context
+        if self.is_replayed:
+            return TopkPositions(*pools.expanded(chosen, num_chosen, context.pages, size))
         device = chosen.device
         of_pools = num_chosen * size
         at = torch.arange(chosen.shape[1] * size + size - 1, device=device)

@@ -1,12 +1,15 @@
-"""Hyper-connections (DeepSeek-V4, arXiv 2512.24880): several streams of hidden states become the input of a block.
+"""Hyper-connections: several streams of hidden states become the input of a block.
 
     N streams of a token, each of H columns
 
-Their weights are fp32 on every device: they are small, and transformers keeps them so in any precision of a model.
+KHyperConnection is for those of DeepSeek-V4 (arXiv 2512.24880), whose weights are fp32 on every device: they are small,
+and transformers keeps them so in any precision of a model. KGatedStreams is for Qwen4's, which are two narrow products
+and gates.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -14,12 +17,14 @@ from torch import nn
 from typing_extensions import override
 
 from ktransformers.core import Phase
+from ktransformers.kernels.triton.attention.gated_streams import collapse_streams, norm_streams, scaled_silu
 from ktransformers.kernels.triton.attention.hyper import HyperSpec, collapse
 from ktransformers.operators.base import OperatorConfig, Placement
-from ktransformers.operators.recognize.hyper import recognize_hyper
+from ktransformers.operators.recognize.hyper import GatedSpec, recognize_gated, recognize_hyper
 from ktransformers.operators.wrapper import DenseState, WrapperOperator
+from ktransformers.weights.source import WeightSource
 
-__all__ = ["KHyperConnection"]
+__all__ = ["KGatedStreams", "KHyperConnection"]
 
 
 class KHyperConnection(WrapperOperator):
@@ -51,3 +56,56 @@ class KHyperConnection(WrapperOperator):
         weights: Any = inner
         made = collapse(x[0].contiguous(), weights.fn, weights.base, weights.scale, self.spec)
         return tuple(part[None] for part in made)
+
+
+class KGatedStreams(WrapperOperator):
+    """Operator that collapses streams [1, T, N H] with gates: those that enter a block, or those behind the last
+    layer. Its products stay children of the module, and are planned for themselves.
+    """
+
+    OPS: ClassVar[dict[str, str]] = {
+        "KGatedTriton": "Triton kernels around two products",
+        "KGatedTorch": "the module's own forward",
+    }
+    OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset({"hc_norm"})
+
+    def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
+        super().__init__(module, key, config, placement)
+        self.spec: GatedSpec | None = recognize_gated(module) if self.device.is_gpu else None
+
+    @override
+    def op(self, phase: Phase) -> str:
+        return "KGatedTorch" if self.spec is None else "KGatedTriton"
+
+    @override
+    def state(self) -> DenseState:
+        dtype = None if self.spec is None else torch.float32
+        return DenseState(self.inner.get_submodule("hc_norm"), f"{self.key}.hc_norm", self.device, dtype)
+
+    @override
+    def load(self, source: WeightSource) -> None:
+        super().load(source)
+        if self.spec is not None:
+            held = self.inner.get_submodule("hc_norm")._parameters
+            weight = held["weight"]
+            assert weight is not None, "it was loaded"
+            held["weight"] = nn.Parameter(weight + self.spec.offset, requires_grad=False)
+
+    @override
+    def bypassed(self) -> Iterable[nn.Module]:
+        return () if self.spec is None else (self.inner, self.inner.get_submodule("hc_norm"))
+
+    @override
+    def forward(self, streams: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return what the module returns: a block's input [1, T, H], the streams and the weights [1, T, N] by which its
+        result is added to them; or the first alone.
+        """
+        x, inner, spec = self.device.to_device(streams), self.inner, self.spec
+        if spec is None:
+            return inner(x)  # type: ignore[no-any-return]
+        parts: Any = inner
+        normed = norm_streams(x[0], parts.hc_norm.weight, spec.eps, spec.streams)
+        inject = parts.block_inject_weight(normed) if spec.has_weights else None
+        mixed = parts.input_mix_weight_up(scaled_silu(parts.input_mix_weight_down(normed), 1.0 / spec.streams))
+        collapsed, weights = collapse_streams(normed, mixed, inject, spec.streams)
+        return collapsed[None] if weights is None else (collapsed[None], x, weights[None])

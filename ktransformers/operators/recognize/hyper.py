@@ -1,18 +1,44 @@
-"""Recognizes modules that are hyper-connections as kernels compute them."""
+"""Recognizes modules that are hyper-connections as kernels compute them: those of DeepSeek-V4, and streams with gates
+(Qwen4's)."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ktransformers.kernels.triton.attention.hyper import HyperSpec
-from ktransformers.operators.recognize.probe import NotRecognized, ProbeInputs, answer, close, probe_module, recognizer
+from ktransformers.operators.recognize.norm import rms_norm
+from ktransformers.operators.recognize.probe import (
+    NotRecognized,
+    ProbeInputs,
+    StandIn,
+    answer,
+    close,
+    made_of,
+    matching,
+    probe_module,
+    recognizer,
+)
 
-__all__ = ["collapsed", "recognize_hyper"]
+__all__ = ["GatedSpec", "collapsed", "recognize_gated", "recognize_hyper"]
 
 _NAMES = ("fn", "base", "scale")
+_PRODUCTS = ("input_mix_weight_down", "input_mix_weight_up", "block_inject_weight")
+
+
+@dataclass(frozen=True, slots=True)
+class GatedSpec:
+    """Numbers of streams with gates (kernels.triton.attention.gated_streams). streams: N. offset: what is added to the
+    norm's weight. has_weights: whether a block's result is added to the streams afterwards.
+    """
+
+    streams: int
+    eps: float
+    offset: float
+    has_weights: bool
 
 
 def collapsed(
@@ -61,3 +87,47 @@ def recognize_hyper(module: nn.Module) -> HyperSpec:
     if not all(close(a, b[None]) for a, b in zip(got, want, strict=True)):
         raise NotRecognized("no formula that kernels know gives its numbers")
     return spec
+
+
+@recognizer("streams with gates that kernels compute")
+def recognize_gated(module: nn.Module) -> GatedSpec:
+    """Return how `module` collapses streams [1, T, N H]; None for anything else."""
+    names = made_of(module)
+    has_weights = "block_inject_weight" in names
+    if module._parameters or names != {"hc_norm", *_PRODUCTS[: 2 + has_weights]}:
+        raise NotRecognized("it is made of other parts")
+    given: Any = module
+    streams, width, eps = answer(lambda: (int(given.hc_count), int(given.hidden_size), float(given.hc_norm.eps)))
+    inputs, columns = ProbeInputs(), streams * width
+    rows, scale = inputs.normal(3, columns), inputs.positive(columns)
+    products = [
+        inputs.normal(8, columns, scale=columns**-0.5),
+        inputs.normal(columns, 8),
+        inputs.normal(streams, columns),
+    ]
+    children = {name: _product(weight) for name, weight in zip(_PRODUCTS, products, strict=True)}
+    children["hc_norm"] = probe_module(given.hc_norm, parameters={"weight": scale})
+    missing = {} if has_weights else {"block_inject_weight": None}
+    probe = probe_module(module, modules={name: children[name] for name in names}, **missing)
+    got = answer(lambda: probe(rows[None]))
+    parts = got if isinstance(got, tuple) else (got,)
+    if has_weights and (len(parts) != 3 or not close(parts[1], rows[None])):
+        raise NotRecognized("it returns something else")
+    want = torch.cat([parts[0][0], parts[2][0]] if has_weights else [parts[0][0]], dim=1)
+    specs = [GatedSpec(streams, eps, offset, has_weights) for offset in (1.0, 0.0)]
+    return matching(want, specs, lambda spec: _gated(rows, scale, products, spec))
+
+
+def _product(weight: Tensor) -> nn.Module:
+    return StandIn(lambda x: x @ weight.T)
+
+
+def _gated(rows: Tensor, scale: Tensor, products: list[Tensor], spec: GatedSpec) -> Tensor:
+    """What streams [T, N H] collapse to, and the weights of a block's result behind it, in plain torch."""
+    shape = (len(rows), spec.streams, -1)
+    parts = rms_norm(rows.view(shape), (spec.offset + scale).view(spec.streams, -1), spec.eps)
+    normed, (down, up, inject) = parts.flatten(1), products
+    narrow = torch.nn.functional.silu(normed @ down.T / spec.streams)
+    found = (torch.sigmoid(narrow @ up.T).view(shape) * parts).mean(1)
+    weights = 2 * torch.sigmoid(normed @ inject.T / spec.streams)
+    return torch.cat((found, weights), dim=1) if spec.has_weights else found

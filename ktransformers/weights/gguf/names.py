@@ -9,7 +9,7 @@ compute garbage.
 from __future__ import annotations
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -17,7 +17,7 @@ import gguf
 
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.facts import ModelFacts
-from ktransformers.models.gguf_refused import check_architecture
+from ktransformers.models.gguf.refused import check_architecture
 from ktransformers.weights.gguf.newer_names import NEWER, NewerNames
 from ktransformers.weights.gguf.recurrent_names import (
     Form,
@@ -58,7 +58,8 @@ class Change(Enum):
 class Stored:
     """Tensors of a file of which one parameter is made. heads: for UNPERMUTE_ROWS and KV_B_FROM_PARTS.
 
-    rows: the file's row for each of the parameter's; None: in order. columns: the same for runs of `run` columns.
+    rows: the file's row for each of the parameter's; None: in order. columns: the same for runs of `run` columns, of
+    which some may be left out.
     """
 
     names: tuple[str, ...]
@@ -130,6 +131,7 @@ ARCHITECTURES: dict[str, ArchFacts] = {
     "qwen3next": ArchFacts(norm_plus_one=True),
     "qwen35": _QWEN35,
     "qwen35moe": _QWEN35,
+    "qwen4exp": _QWEN35,
     **dict.fromkeys(
         (
             *(
@@ -274,22 +276,17 @@ class GGUFNames:
     def _joined(self, name: str) -> Stored | None:
         """What modules keep in one parameter, or in several, and files do not."""
         block = self.block(name)
-        if name.endswith("shared_mlp.input_linear.weight"):  # granitemoeshared keeps gate and up in one matrix
-            for suffix in ("_shexp", ""):  # the latter in models without other experts
-                names = tuple(f"{block}ffn_{part}{suffix}.weight" for part in ("gate", "up"))
+        for ending, choices in _IN_PARTS.items():
+            for tails in choices if name.endswith(ending) else ():
+                names = tuple(f"{block}{tail}.weight" for tail in tails)
                 if all(part in self._stored for part in names):
-                    return Stored(names, Change.CONCAT_ROWS)
-        if name.endswith((".mlp.gate_up_proj.weight", ".shared_experts.gate_up_proj.weight")):  # as minimax-m3 has both
-            suffix = "_shexp" if ".shared_experts." in name else ""
-            names = tuple(f"{block}ffn_{part}{suffix}.weight" for part in ("gate", "up"))
-            if all(part in self._stored for part in names):
-                return Stored(names, Change.CONCAT_ROWS)
+                    form = Form.CONVOLUTION if ending == _CONVOLUTION else Form.AS_STORED
+                    return Stored(names, Change.CONCAT_ROWS, form=form)
         if name.endswith("shared_mlp.output_linear.weight") and f"{block}ffn_down.weight" in self._stored:
             return Stored((f"{block}ffn_down.weight",))
-        if name.endswith(".self_attn.conv1d.weight"):  # one convolution for queries, keys and values
-            names = tuple(f"{block}ssm_conv1d_{part}.weight" for part in "qkv")
-            if all(part in self._stored for part in names):
-                return Stored(names, Change.CONCAT_ROWS, form=Form.CONVOLUTION)
+        if name.endswith(_EH_HALVES) and f"{block}nextn.eh_proj.weight" in self._stored:
+            half = int(name.endswith(_EH_HALVES[1]))
+            return Stored((f"{block}nextn.eh_proj.weight",), columns=(half,), run=self._facts.hidden_size)
         split = _BA.search(name)
         if split is not None and self._facts.delta is not None and f"{block}ssm_ba.weight" in self._stored:
             return Stored((f"{block}ssm_ba.weight",), rows=ba_rows(self._facts.delta, split[1]))
@@ -343,7 +340,7 @@ class GGUFNames:
             return Stored((stored,), rows=self._rows_by_head(name))
         if self._arch.is_conv1d and name.endswith(_CONV1D):
             return Stored((stored,), Change.TRANSPOSE)
-        if self._arch.norm_plus_one and name.endswith("norm.weight") and not name.endswith(".linear_attn.norm.weight"):
+        if self._arch.norm_plus_one and _NORM.search(name) and not name.endswith(".linear_attn.norm.weight"):
             return Stored((stored,), Change.SUBTRACT_ONE)
         if is_table(stored):
             return Stored((stored,), Change.WHOLE_NUMBERS)
@@ -365,6 +362,17 @@ class GGUFNames:
         )
 
 
+_GATE_UP, _SHARED = ("ffn_gate", "ffn_up"), ("ffn_gate_shexp", "ffn_up_shexp")
+_CONVOLUTION = ".self_attn.conv1d.weight"
+_IN_PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "shared_mlp.input_linear.weight": (_SHARED, _GATE_UP),  # the latter in models without other experts
+    ".mlp.gate_up_proj.weight": (_GATE_UP,),
+    ".shared_experts.gate_up_proj.weight": (_SHARED,),
+    _CONVOLUTION: (tuple(f"ssm_conv1d_{part}" for part in "qkv"),),
+    ".indexer.index_qk_proj.weight": (("indexer.q_proj", "indexer.k_proj"),),
+}
+"""What ends so is made of these tensors of its layer, one below the other, of the first choice that the file has."""
+
 _CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 _PERMUTED = tuple(
     f".{mixer}.{proj}.{kind}"
@@ -372,5 +380,8 @@ _PERMUTED = tuple(
     for proj in ("q_proj", "k_proj")
     for kind in ("weight", "bias")
 )
+_NORM = re.compile(r"norm\.weight$|\.ple\.norm_(?:key|query|conv)\.weight$")
+_EH_HALVES = (".fc_embedding.weight", ".fc_hidden.weight")
+"""Of multi-token prediction: the first columns of one tensor, and the last."""
 _IN_FILES_ORDER = ".linear_attn.out_proj.linear.weight"
 _BA = re.compile(r"\.linear_attn\.in_proj_([ab])\.weight$")

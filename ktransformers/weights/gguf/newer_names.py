@@ -59,6 +59,12 @@ def _compressor(module: str, stored: str) -> dict[str, str]:
     return {f"{module}.{part}": f"{stored}_{tail}" for part, tail in parts.items()}
 
 
+_STREAMS = {"hc_norm": "norm", "input_mix_weight_down": "down", "input_mix_weight_up": "up"}
+_STREAMS |= {"block_inject_weight": "inject"}
+_BLOCKS = {"attn": "attn", "mlp": "ffn"}
+_ONCE = "per_layer_token_embd"
+"""Of one layer only: files have no number in its name."""
+
 NEWER: Mapping[str, Mapping[str, str | tuple[str, ...]]] = {
     "bailingmoe3": {"self_attn.f_proj": "ssm_f_a", "self_attn.g_proj": ("attn_gate", "ssm_g_a")},
     "cohere2_moe": {},
@@ -82,6 +88,25 @@ NEWER: Mapping[str, Mapping[str, str | tuple[str, ...]]] = {
     "laguna": {},
     "mellum": {},
     "minimax-m3": {},
+    "qwen4exp": {
+        **{f"model.hyper_connection_mixer.{part}": f"output_hc_{tail}" for part, tail in _STREAMS.items()},
+        **{f"{of}_hyper_connection.{p}": f"hc_{at}_{t}" for of, at in _BLOCKS.items() for p, t in _STREAMS.items()},
+        "linear_attn.in_proj_qkv": "attn_qkv",
+        "linear_attn.in_proj_z": "attn_gate",
+        "linear_attn.in_proj_a": "ssm_alpha",
+        "linear_attn.in_proj_b": "ssm_beta",
+        "linear_attn.A_log": "ssm_a",
+        "linear_attn.dt_proj": "ssm_dt",
+        "linear_attn.conv1d": "ssm_conv1d",
+        "linear_attn.norm": "ssm_norm",
+        "linear_attn.out_proj": "ssm_out",
+        **{f"self_attn.indexer.{part}_layernorm": f"indexer.{part}_norm" for part in "qk"},
+        **{f"ple.{part}_proj": f"ple_{part}" for part in ("key", "value")},
+        **{f"ple.{part}": f"ple_{part}" for part in ("conv1d", "norm_key", "norm_query", "norm_conv")},
+        "ple.ple_embedding.ngram_embedding": _ONCE,
+        "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+        **{f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in _PROJECTIONS},
+    },
     "step35": {},
 }
 """Architecture -> names that it has besides those of all, or in place of them. Of several, a layer has one."""
@@ -93,7 +118,7 @@ class NewerNames:
     """Names of one architecture of NEWER, asked for as `gguf.TensorNameMap` is. stored: all names of the file."""
 
     def __init__(self, arch: str, stored: Container[str]):
-        self._block = {**_BLOCK, **NEWER[arch]}
+        self._names = {**_WHOLE, **_BLOCK, **NEWER[arch]}
         self._stored = stored
 
     def get_name(self, key: str, try_suffixes: tuple[str, ...] = ()) -> str | None:
@@ -102,11 +127,11 @@ class NewerNames:
             stem = key.removesuffix(suffix)
             if suffix and stem == key:
                 continue
-            if stem in _WHOLE:
-                return _WHOLE[stem] + suffix
             layer = _LAYER.fullmatch(stem)
-            if layer is not None and layer[2] in self._block:
-                tails = self._block[layer[2]]
-                names = [f"blk.{layer[1]}.{one}{suffix}" for one in ((tails,) if isinstance(tails, str) else tails)]
-                return next((one for one in names if one in self._stored), names[0])
+            tails = self._names.get(stem if layer is None else layer[2])
+            if tails is None:
+                continue
+            block = "" if layer is None or tails == _ONCE else f"blk.{layer[1]}."
+            names = [f"{block}{one}{suffix}" for one in ((tails,) if isinstance(tails, str) else tails)]
+            return next((one for one in names if one in self._stored), names[0])
         return None

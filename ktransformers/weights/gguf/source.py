@@ -214,11 +214,9 @@ class GGUFSource:
         if stored.rows is not None:
             self._check_order(stored, shape[0])
             return (len(stored.rows), *shape[1:])
-        if stored.columns is not None and shape[-1] != len(stored.columns) * stored.run:
-            raise TensorMismatchError(
-                f"tensor {stored.names[0]!r} has {shape[-1]} columns; the model has {len(stored.columns)} heads of "
-                f"{stored.run}"
-            )
+        if stored.columns is not None:
+            self._check_columns(stored, shape[-1])
+            return (*shape[:-1], len(stored.columns) * stored.run)
         if stored.change is Change.CONCAT_ROWS:
             if any(other[1:] != shape[1:] for other in shapes) or len(set(self._types_of(stored.names))) > 1:
                 raise TensorMismatchError(
@@ -245,6 +243,14 @@ class GGUFSource:
             raise TensorMismatchError(
                 f"tensor {stored.names[0]!r} has {rows} rows; the heads of the model's config need "
                 f"{max(stored.rows) + 1}"
+            )
+
+    def _check_columns(self, stored: Stored, cols: int) -> None:
+        assert stored.columns is not None, "asked of some columns"
+        runs, is_half = max(stored.columns) + 1, len(stored.columns) == 1
+        if cols % stored.run or (cols < runs * stored.run if is_half else cols != runs * stored.run):
+            raise TensorMismatchError(
+                f"tensor {stored.names[0]!r} has {cols} columns; the model has {runs} heads of {stored.run}"
             )
 
     def _is_computed(self, stored: Stored) -> bool:
@@ -363,9 +369,10 @@ def _reordered(raw: RawTensor, stored: Stored) -> RawTensor:
     if stored.rows is not None:
         data = data[torch.tensor(stored.rows)]
     if stored.columns is not None:
-        data = data.reshape(len(data), len(stored.columns), -1)[:, torch.tensor(stored.columns)]
+        data = data.reshape(len(data), raw.shape[-1] // stored.run, -1)[:, torch.tensor(stored.columns)]
     page_out([raw.data])
-    return RawTensor(data.reshape(-1), raw.qtype, (data.shape[0], *raw.shape[1:]))
+    rest = raw.shape[1:] if stored.columns is None else (*raw.shape[1:-1], len(stored.columns) * stored.run)
+    return RawTensor(data.reshape(-1), raw.qtype, (data.shape[0], *rest))
 
 
 def _unpermute(raw: RawTensor, heads: int) -> RawTensor:

@@ -65,6 +65,7 @@ _IGNORABLE = (
     re.compile(r"(.*\.)?mtp(_block)?\..*"),  # multi-token prediction: drafts tokens, no part of the model's answer
     re.compile(r".*\.(k|v)_scale"),  # of FP8 KV caches
 )
+_LOOKED_UP = ".ngram_embedding.shard_"  # no kernel multiplies with them
 _Stored = tuple[str, ...] | FusedPart
 
 
@@ -287,7 +288,7 @@ class SafetensorsSource:
                 f"tensor {stored!r} is stored as {dtype}, which is no type of model weights that can be read; "
                 f"{', '.join(_NATURAL)} are"
             )
-        if dtype == FP8 and len(self._tensors[stored].shape) == 2:
+        if dtype == FP8 and len(self._tensors[stored].shape) == 2 and _LOOKED_UP not in stored:
             self._fp8_block(stored)  # refuses what does not fit, before anything is loaded
         if dtype == FP8 and self._tensors[stored].shape[-1] % 32 and not self._is_native_fp8(stored):
             return QuantType.F32  # no type of blocks holds such rows, and BF16 would round them
@@ -300,7 +301,7 @@ class SafetensorsSource:
     # -- FP8
 
     def _log_fp8(self) -> None:
-        stored = [name for name, tensor in self._tensors.items() if tensor.dtype == FP8]
+        stored = [name for name, tensor in self._tensors.items() if tensor.dtype == FP8 and _LOOKED_UP not in name]
         widened = sum(not self._is_native_fp8(name) for name in stored)
         if widened:
             logger.warning(

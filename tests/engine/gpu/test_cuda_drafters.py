@@ -25,11 +25,13 @@ from ktransformers.kernels.types import QuantType
 from ktransformers.operators.device import cuda_memory
 from ktransformers.optimize.machine import detect_machine
 from tests.support.engines.drafter_steps import DrafterSteps, draft_in_every_step, runner_of
+from tests.support.engines.mtp_engines import Oracle
 from tests.support.engines.paged_loop import Answer, PagedLoop, scheduler_config
+from tests.support.gguf.qwen4_mtp import tiny_qwen4_mtp, write_qwen4_mtp
 from tests.support.gguf.writer import write_gguf
-from tests.support.models.assistant_models import TARGETS, TinyAssistant, tiny_assistant, write_assistant
-from tests.support.models.mtp_families import FAMILIES, PlainMtp, tiny_family, write_family
-from tests.support.models.mtp_models import TinyMtp, tiny_mtp, write_mtp
+from tests.support.models.assistant_models import TARGETS, tiny_assistant, write_assistant
+from tests.support.models.mtp_families import FAMILIES, tiny_family, write_family
+from tests.support.models.mtp_models import tiny_mtp, write_mtp
 from tests.support.models.tiny_models import VOCAB_SIZE, tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -125,6 +127,12 @@ def test_mtp(model_type: str, tmp_path: Path, replays: list[int], monkeypatch: p
     check_replayed_drafts(config_of(write_mtp(tiny_mtp(model_type), tmp_path), speculative="mtp"), replays, monkeypatch)
 
 
+def test_mtp_of_streams(tmp_path: Path, replays: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with n-grams, whose last tokens are those of draft tokens that were accepted."""
+    folder = write_qwen4_mtp(tiny_qwen4_mtp(), tmp_path)
+    check_replayed_drafts(config_of(folder, speculative="mtp"), replays, monkeypatch)
+
+
 @pytest.mark.skipif(not hasattr(MtpModel, "forward_layer"), reason="transformers 5.24 or later has assistants")
 @pytest.mark.parametrize("is_ordered", [False, True])
 @pytest.mark.parametrize("name", TARGETS)
@@ -150,8 +158,11 @@ def check_replayed_drafts(config: EngineConfig, replays: list[int], monkeypatch:
     check_same(plain, again)
 
 
-def _written(name: str, folder: Path) -> tuple[TinyMtp | PlainMtp | TinyAssistant, EngineConfig]:
+def _written(name: str, folder: Path) -> tuple[Oracle, EngineConfig]:
     """An oracle by its name, and how an engine loads what it is an oracle of."""
+    if name == "qwen4_exp":
+        streamed = tiny_qwen4_mtp()
+        return streamed, config_of(write_qwen4_mtp(streamed, folder), speculative="mtp")
     if name in TARGETS:
         pair = tiny_assistant(name)
         path, assistant = write_assistant(pair, folder)
@@ -164,7 +175,9 @@ def _written(name: str, folder: Path) -> tuple[TinyMtp | PlainMtp | TinyAssistan
 
 
 @pytest.mark.skipif(not hasattr(MtpModel, "forward_layer"), reason="transformers 5.24 or later is the oracle")
-@pytest.mark.parametrize("name", ["glm4_moe", "mimo_v2_flash", "step3p7", "nemotron_h", "ernie4_5_moe", *TARGETS])
+@pytest.mark.parametrize(
+    "name", ["glm4_moe", "mimo_v2_flash", "step3p7", "nemotron_h", "ernie4_5_moe", "qwen4_exp", *TARGETS]
+)
 def test_drafts_are_those_of_the_oracle(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The draft tokens of each step, up to the first one where the oracle prefers none clearly."""
     (tiny, config), seen = _written(name, tmp_path), list[tuple[int, list[int]]]()

@@ -16,7 +16,6 @@ from ktransformers.config import EngineConfig
 from ktransformers.operators.attention.gqa import KAttention
 from ktransformers.operators.attention.indexer import KIndexer
 from ktransformers.operators.attention.mla import KMLAAttention
-from ktransformers.system.shipped_rules import shipped_path
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.engines.one_sequence import static_engine
 from tests.support.engines.runners import random_ids
@@ -35,7 +34,7 @@ TWO_LAYERS: dict[str, dict[str, object]] = {
         "indexer_types": ["full", "shared"],
         "mlp_layer_types": ["dense", "sparse"],
     },
-    "qwen4_exp_text": {"layer_types": ["linear_attention", "indexed_attention"], "ple_layer_ids": None},
+    "qwen4_exp_text": {"layer_types": ["linear_attention", "indexed_attention"], "ple_layer_ids": [1]},
 }
 CHUNKS = [(0, 20), (20, 22), (22, 23)]  # 16 positions are chosen
 
@@ -50,14 +49,6 @@ def model_of(model_type: str) -> PreTrainedModel:
     return latent_model(model_type, seed=1, layers=2, mlp_layer_types=["dense", "sparse"], **kinds)
 
 
-def on_a_gpu(rules: str) -> str:
-    """All but the embeddings and the experts, which are first and last."""
-    first, _, rest = rules.partition("(^|\\\\.)rotary_emb")
-    middle, _, last = rest.partition("# Routed experts")
-    middle = middle.replace("device: cpu", "device: cuda").replace("KLinearCPUInfer", "KLinearTorch")
-    return f"{first}(^|\\\\.)rotary_emb{middle}# Routed experts{last.replace('out_device: cpu', 'out_device: cuda')}"
-
-
 @pytest.mark.exhaustive
 @pytest.mark.every(3)
 @pytest.mark.parametrize("model_type", [*INDEXED_TYPES, BLOCK_TYPE, *POOLED_TYPES])
@@ -65,11 +56,7 @@ def test_chunks_and_replayed_steps_agree_with_transformers(model_type: str, tmp_
     model = model_of(model_type)
     write_safetensors(model, tmp_path)
     ids, graphs = random_ids(model.config.vocab_size, CHUNKS[-1][1]), FakeGraphs()
-    rules = None
-    if model_type == "qwen4_exp_text":  # without embeddings of n-grams, which the shipped file keeps on the CPU
-        rules = tmp_path / "rules.yaml"
-        rules.write_text(on_a_gpu(shipped_path("Qwen4Exp.yaml").read_text()))
-    config = EngineConfig(model_path=tmp_path, cache_lens=24, cpu_infer=1, optimize_config_path=rules)
+    config = EngineConfig(model_path=tmp_path, cache_lens=24, cpu_infer=1)
     with closing(static_engine(config, hardware=fake_hardware(graphs=graphs))) as engine:
         got = torch.cat([engine.runner.forward(ids[a:b], a, range(b - a)).clone() for a, b in CHUNKS])
         indexers = [m for m in engine.runner.model.modules() if isinstance(m, KIndexer)]

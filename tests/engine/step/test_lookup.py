@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from ktransformers.weights.quantize.write import quantize
 from tests.support.engines.fake_gpus import fake_hardware
 
 VOCAB, WIDTH = 100, 64
+NONE: Any = None
+"""A step's context, which is for layers that look up n-grams."""
 
 
 @pytest.fixture
@@ -38,7 +41,7 @@ def test_rows_are_those_of_the_table(table: KEmbedding, dtype: torch.dtype) -> N
     lookup = TokenLookup(StepLayout(gpu, gpu, (gpu,), table, WIDTH))
     steps = [torch.randint(0, VOCAB, (count,)) for count in (1, STAGED_ROWS - 1, STAGED_ROWS, 300, 200)]
     assert table._table is not None
-    got = [lookup(ids) for ids in steps]
+    got = [lookup(ids, NONE) for ids in steps]
     for ids, rows in zip(steps, got, strict=True):
         want = cpu.dequantize_rows(table._table, ids, table.config.require_pool())
         assert torch.equal(rows, want.to(gpu.torch_device, dtype))
@@ -49,7 +52,7 @@ def test_memory_is_made_once(table: KEmbedding) -> None:
     lookup = TokenLookup(StepLayout(gpu, gpu, (gpu,), table, WIDTH))
     places = []
     for count in (300, 300, STAGED_ROWS):
-        lookup(torch.zeros(count, dtype=torch.int64))
+        lookup(torch.zeros(count, dtype=torch.int64), NONE)
         places.append(lookup._staged.data_ptr())
     assert len(set(places)) == 1
 
@@ -59,5 +62,5 @@ def test_a_scaled_table_is_asked_itself(table: KEmbedding) -> None:
     gpu = fake_hardware(dtype=torch.bfloat16).devices["cuda:0"]
     double = torch.nn.Sequential(table, torch.nn.Hardtanh(-0.5, 0.5))
     ids = torch.arange(VOCAB)
-    rows = TokenLookup(StepLayout(gpu, gpu, (gpu,), double, WIDTH))(ids)
+    rows = TokenLookup(StepLayout(gpu, gpu, (gpu,), double, WIDTH))(ids, NONE)
     assert torch.equal(rows.cpu(), table(ids).clamp(-0.5, 0.5).to(torch.bfloat16))

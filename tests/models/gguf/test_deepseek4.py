@@ -18,7 +18,7 @@ from ktransformers.engine.model.opened import config_of_model
 from ktransformers.errors import FormatError, KTransformersError, UnsupportedError
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.facts import ModelFacts
-from ktransformers.models.gguf_config import config_from_gguf
+from ktransformers.models.gguf.config import config_from_gguf
 from ktransformers.weights.gguf.file import open_gguf
 from ktransformers.weights.gguf.source import GGUFSource
 from tests.support.engines.one_sequence import static_engine

@@ -17,12 +17,12 @@ from ktransformers.engine.model.opened import config_of_model
 from ktransformers.errors import KTransformersError, UnsupportedError
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.facts import ModelFacts
-from ktransformers.models.gguf_config import FACTOR_TENSORS, config_from_gguf
-from ktransformers.models.gguf_families import FAMILIES
-from ktransformers.models.gguf_fields import rotary_share
-from ktransformers.models.gguf_metadata import Metadata
-from ktransformers.models.gguf_recurrent import RECURRENT_FAMILIES
-from ktransformers.models.gguf_refused import REFUSED, check_architecture
+from ktransformers.models.gguf.config import FACTOR_TENSORS, config_from_gguf
+from ktransformers.models.gguf.families import FAMILIES
+from ktransformers.models.gguf.fields import rotary_share
+from ktransformers.models.gguf.metadata import Metadata
+from ktransformers.models.gguf.recurrent import RECURRENT_FAMILIES
+from ktransformers.models.gguf.refused import REFUSED, check_architecture
 from ktransformers.weights.gguf.file import GGUFModel, open_gguf
 from ktransformers.weights.gguf.names import ARCHITECTURES
 from ktransformers.weights.gguf.source import GGUFSource

@@ -17,7 +17,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.model.opened import config_of_model
 from ktransformers.errors import FormatError, KTransformersError, UnsupportedError
 from ktransformers.models.facts import ModelFacts
-from ktransformers.models.gguf_config import config_from_gguf
+from ktransformers.models.gguf.config import config_from_gguf
 from ktransformers.weights.gguf.file import open_gguf
 from ktransformers.weights.gguf.source import GGUFSource
 from tests.support.checks.source_checks import check_whole_model

@@ -21,11 +21,11 @@ from ktransformers.core import SamplingParams
 from ktransformers.engine.model.opened import describe_model, open_model
 from ktransformers.engine.sequence.outputs import default_sampling_params
 from ktransformers.errors import FormatError, KTransformersError, UnsupportedError
-from ktransformers.models.gguf_config import FACTOR_TENSORS, config_from_gguf
-from ktransformers.models.gguf_families import FAMILIES
-from ktransformers.models.gguf_keys import NEUTRAL
-from ktransformers.models.gguf_recurrent import RECURRENT_FAMILIES
-from ktransformers.models.gguf_sampling import sampling_defaults
+from ktransformers.models.gguf.config import FACTOR_TENSORS, config_from_gguf
+from ktransformers.models.gguf.families import FAMILIES
+from ktransformers.models.gguf.keys import NEUTRAL
+from ktransformers.models.gguf.recurrent import RECURRENT_FAMILIES
+from ktransformers.models.gguf.sampling import sampling_defaults
 from ktransformers.weights.gguf.file import open_gguf
 from ktransformers.weights.quantize.transcode import dequantize
 from tests.models.gguf.test_gguf_architectures import MORE_TYPES, SAME_AS, built, values_of
@@ -40,8 +40,8 @@ MODELS = {ARCH_OF[kind]: kind for kind in (*MORE_TYPES, *reversed(MODEL_TYPES))}
 """Architecture -> a family that is written as such a file; test_gguf_recurrent.py has the recurrent ones."""
 
 DESCRIBED_ELSEWHERE = (
-    r"general\.(alignment|architecture|type)",  # weights/gguf/file.py, models/gguf_config.py
-    r"general\.sampling\..*",  # models/gguf_sampling.py: settings that an answer has by default
+    r"general\.(alignment|architecture|type)",  # weights/gguf/file.py, models/gguf/config.py
+    r"general\.sampling\..*",  # models/gguf/sampling.py: settings that an answer has by default
     r"general\..*",  # names, licences, where it comes from
     r"split\..*",  # weights/gguf/file.py
     r"tokenizer\..*",  # tokenizer/gguf_vocab.py

@@ -20,7 +20,7 @@ from ktransformers.engine.model.skeleton import build_causal
 from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.facts import ModelFacts
-from ktransformers.models.gguf_config import config_from_gguf
+from ktransformers.models.gguf.config import config_from_gguf
 from ktransformers.operators.linear.tiled import TiledInput
 from ktransformers.weights.gguf.file import open_gguf
 from ktransformers.weights.gguf.source import GGUFSource

@@ -17,7 +17,7 @@ from ktransformers.engine.load.builder import Engine, Hardware, build_engine
 from ktransformers.engine.step.drafts import DraftRequest
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
 
-__all__ = ["Watched", "check_drafts", "check_engine", "engine_of", "loop_of"]
+__all__ = ["Oracle", "Watched", "check_drafts", "check_engine", "engine_of", "loop_of"]
 
 MARGIN = 1e-3
 """Of logits: where the best two are nearer to each other than that, either may be drafted."""

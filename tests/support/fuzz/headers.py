@@ -27,7 +27,7 @@ import torch
 
 from ktransformers.errors import ConfigError, WeightError
 from ktransformers.kernels.types import QuantType
-from ktransformers.models.gguf_config import config_from_gguf
+from ktransformers.models.gguf.config import config_from_gguf
 from ktransformers.weights.gguf import file as gguf_parser
 from ktransformers.weights.quantize.transcode import dequantize, transcode
 from ktransformers.weights.safetensors import file as safetensors_parser

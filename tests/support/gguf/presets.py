@@ -40,4 +40,5 @@ def deepseek_v3(**changes: object) -> tuple[dict, dict]:
         "moe:exp_probs_b.bias": (256,),
         "moe:ffn_gate_exps.weight": (256, 2048, 7168),
     }
-    return preset("deepseek2", 61, 3, shapes, **{k: v for k, v in values.items() if v is not None})
+    dense = int(str(values["leading_dense_block_count"]))
+    return preset("deepseek2", 61, dense, shapes, **{k: v for k, v in values.items() if v is not None})

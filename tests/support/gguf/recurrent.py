@@ -62,7 +62,7 @@ def write_recurrent_gguf(
     if arch == "nemotron_h_moe" and "moe" not in config.layers_block_type:
         arch = "nemotron_h"
     writer = gguf.GGUFWriter(path, arch)
-    _add_common(writer, config)
+    add_common(writer, config)
     _METADATA[arch](writer, config)
     state = {name: tensor.float().numpy() for name, tensor in model.state_dict().items()}
     for name, values in _TENSORS[arch](state, config):
@@ -76,7 +76,7 @@ def write_recurrent_gguf(
     return path
 
 
-def _add_common(writer: gguf.GGUFWriter, config: Any) -> None:
+def add_common(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings or 2**20)
     writer.add_embedding_length(config.hidden_size)
@@ -97,7 +97,7 @@ def _kv_heads(writer: gguf.GGUFWriter, config: Any, words: list[str]) -> None:
 # -- Gated DeltaNet
 
 
-def _gated_delta_net(writer: gguf.GGUFWriter, config: Any) -> None:
+def gated_delta_net(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
@@ -126,10 +126,10 @@ def _gdn_tensors(state: dict[str, np.ndarray], config: Any) -> Tensors:
     yield "output.weight", state["lm_head.weight"]
     for block, rest, values in of_layers(state):
         if ".experts." in rest:
-            yield from _experts(block, rest, values)
+            yield from expert_tensors(block, rest, values)
             continue
         if config.model_type != "qwen3_next" and "linear_attn." in rest:
-            values = _tiled(rest, values, config)
+            values = tiled(rest, values, config)
         if rest.endswith("A_log"):
             values = -np.exp(values)
         elif "conv1d" in rest:
@@ -145,7 +145,7 @@ def _gdn_tensors(state: dict[str, np.ndarray], config: Any) -> Tensors:
         yield block + GDN_NAMES[rest], values
 
 
-def _experts(block: str, rest: str, values: np.ndarray) -> Tensors:
+def expert_tensors(block: str, rest: str, values: np.ndarray) -> Tensors:
     if rest.endswith("gate_up_proj"):
         half = values.shape[1] // 2
         yield from (
@@ -170,7 +170,7 @@ def _taken_apart(values: np.ndarray, config: Any) -> tuple[np.ndarray, np.ndarra
     return np.concatenate(q + k + v), np.concatenate(z)
 
 
-def _tiled(rest: str, values: np.ndarray, config: Any) -> np.ndarray:
+def tiled(rest: str, values: np.ndarray, config: Any) -> np.ndarray:
     """The first value head of every key head, then the second of every key head, and so on."""
     keys, count, size = config.linear_num_key_heads, config.linear_num_value_heads, config.linear_value_head_dim
     if keys == count:
@@ -216,7 +216,7 @@ def _kimi_tensors(state: dict[str, np.ndarray], config: Any) -> Tensors:
     yield from ends(state, "model.embed_tokens.weight", "model.norm.weight")
     for block, rest, values in of_layers(state):
         if ".experts." in rest:
-            yield from _experts(block, rest, values)
+            yield from expert_tensors(block, rest, values)
         elif rest == "self_attn.conv1d.weight":
             for part, third in zip("qkv", np.split(values, 3), strict=True):
                 channels, _, width = third.shape
@@ -284,7 +284,7 @@ def _nemotron_tensors(state: dict[str, np.ndarray], config: Any) -> Tensors:
     for block, rest, values in of_layers(state):
         word = config.layers_block_type[int(block.split(".")[1])]
         if ".experts." in rest:
-            yield from _experts(block, rest, values)
+            yield from expert_tensors(block, rest, values)
         elif word == "linear_attention" and rest.startswith("mixer."):
             yield mamba2_tensor(block, rest.removeprefix("mixer."), values, config.n_groups)
         else:
@@ -296,7 +296,7 @@ def _granite_tensors(state: dict[str, np.ndarray], config: Any) -> Tensors:
     suffix = "_shexp" if config.num_local_experts else ""
     for block, rest, values in of_layers(state):
         if ".experts." in rest:
-            yield from _experts(block, rest, values)
+            yield from expert_tensors(block, rest, values)
         elif rest == "shared_mlp.input_linear.weight":
             gate, up = np.split(values, 2)
             yield from ((f"{block}ffn_gate{suffix}.weight", gate), (f"{block}ffn_up{suffix}.weight", up))
@@ -326,7 +326,7 @@ def _jamba_tensors(state: dict[str, np.ndarray], config: Any) -> Tensors:
     yield from ends(state, "model.embed_tokens.weight", "model.final_layernorm.weight")
     for block, rest, values in of_layers(state):
         if ".experts." in rest:
-            yield from _experts(block, rest, values)
+            yield from expert_tensors(block, rest, values)
         elif rest == "mamba.A_log":
             yield block + "ssm_a", -np.exp(values)
         elif rest == "mamba.conv1d.weight":
@@ -360,7 +360,7 @@ def _lfm2_tensors(state: dict[str, np.ndarray], config: Any) -> Tensors:
     yield "token_embd_norm.weight", state["model.embedding_norm.weight"]
     for block, rest, values in of_layers(state):
         if ".experts." in rest:
-            yield from _experts(block, rest, values)
+            yield from expert_tensors(block, rest, values)
         elif rest == "conv.conv.weight":
             yield block + "shortconv.conv.weight", values.squeeze(1)
         else:
@@ -368,9 +368,9 @@ def _lfm2_tensors(state: dict[str, np.ndarray], config: Any) -> Tensors:
 
 
 _METADATA: dict[str, Callable[[gguf.GGUFWriter, Any], None]] = {
-    "qwen3next": _gated_delta_net,
-    "qwen35": _gated_delta_net,
-    "qwen35moe": _gated_delta_net,
+    "qwen3next": gated_delta_net,
+    "qwen35": gated_delta_net,
+    "qwen35moe": gated_delta_net,
     "kimi-linear": _kimi_linear,
     "nemotron_h": _nemotron_h,
     "nemotron_h_moe": _nemotron_h,

@@ -30,7 +30,6 @@ from ktransformers.kernels.triton.attention.compressed import (
     make_entries,
     turn,
 )
-from ktransformers.kernels.triton.attention.hyper import HyperSpec, collapse
 from ktransformers.kernels.triton.attention.kv_codes import widen_latents
 from ktransformers.kernels.triton.attention.latent import absorb, expand, norm_to_cache
 from ktransformers.kernels.triton.attention.materialized import (
@@ -41,7 +40,7 @@ from ktransformers.kernels.triton.attention.materialized import (
 )
 from ktransformers.kernels.triton.attention.mla import mla_attention
 from ktransformers.kernels.triton.attention.paged import attention
-from ktransformers.kernels.triton.attention.pools import pooled, rows_to_cache
+from ktransformers.kernels.triton.attention.pools import expanded, pooled, rows_to_cache
 from ktransformers.kernels.triton.attention.rope import latent_to_cache, rope_to_cache
 from ktransformers.kernels.triton.attention.topk_positions import select_topk_positions
 from ktransformers.kernels.triton.common import runtime
@@ -58,6 +57,7 @@ from ktransformers.kernels.triton.quant import dequant
 from ktransformers.kernels.triton.quant.repack import CPU_PACKED_TYPES, GpuLayout, can_repack, layout_nbytes
 from ktransformers.kernels.types import Activation, ActivationSpec, GroupType, OwnType, QuantType
 from tests.support.triton_kernels.recurrent_launches import all_recurrent, call_delta_net, call_selective, call_ssd
+from tests.support.triton_kernels.stream_launches import call_gated_streams, call_hyper
 
 # By compute capability: what one program can have at most, as the CUDA programming guide has it.
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
@@ -280,6 +280,7 @@ def call_chosen(heads, tokens, is_summed=True, chosen=32):
         rows_to_cache(keys[:tokens], keys, ids, ids)
         pooled(keys, keys[:16, :128].contiguous(), where, 128, 16)
         pooled(cache, None, where, 128, 4)
+        expanded(slots, counts, where, 4)
     latents, rows = torch.zeros(256, 1, 576, dtype=torch.bfloat16), torch.zeros(tokens, 16, 576, dtype=torch.bfloat16)
     if is_summed:
         mla_attention(AttentionCall(rows, latents, latents[..., :512], RowPages(slots, 1, ids, counts), 0.1))
@@ -320,12 +321,6 @@ def call_compressed(tokens, heads=64, dim=512, rotary=64, window=128):
     parts = cache.view(-1, 1, dim)
     mla_attention(AttentionCall(q, parts, parts, RowPages(table, 1, rows, counts), 0.05, sinks=torch.zeros(heads)))
     expand(q.view(tokens, 8, -1), torch.zeros(8, heads * dim // 8, 1024, dtype=bf16))
-
-
-def call_hyper(tokens, streams=4, width=4096):
-    spec = HyperSpec(streams, 20, 1e-6, 1e-6)
-    x = torch.zeros(tokens, streams, width, dtype=torch.bfloat16)
-    collapse(x, torch.zeros(spec.width, streams * width), torch.zeros(spec.width), torch.zeros(3), spec)
 
 
 def call_expanded(heads, rows, length, nope=128, rotary=64, width=128):
@@ -397,6 +392,7 @@ def few():
     call_latent(2)
     call_compressed(2)
     call_hyper(2)
+    call_gated_streams(2)
     call_norm(7168, 2)
     call_candidates(151_936)
     call_gated_attention(16, 2, 256, 64, 1)

@@ -3,7 +3,8 @@
     T rows, M positions of a pool, D columns of an entry; pool w has the positions w M .. w M + M - 1
 
 `rows_to_cache` writes rows to their slots; `pooled` sums up the pools that rows end, from the cache: a cached row is
-the position's key [D] and, where keys are weighted, its gates [D]. Launches depend on the number of rows alone.
+the position's key [D] and, where keys are weighted, its gates [D]; `expanded` makes positions of chosen pools. Launches
+depend on the number of rows alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from ktransformers.kernels.triton.attention.rope import check_ids, is_cached
 from ktransformers.kernels.triton.common.elementwise import check_float
 from ktransformers.kernels.triton.common.runtime import jit, power_of_two, tl
 
-__all__ = ["pooled", "rows_to_cache"]
+__all__ = ["expanded", "pooled", "rows_to_cache"]
+
+_BLOCK = 256  # slots of a program
 
 
 @jit
@@ -113,3 +116,46 @@ def pooled(cache: Tensor, bias: Tensor | None, pages: RowPages, dim: int, size: 
             DIM=dim, DIM_P2=power_of_two(dim), SIZE=size, HAS_GATES=bias is not None,
         )  # fmt: skip
     return out
+
+
+@jit
+def _expand_kernel(
+    chosen_ptr, num_ptr, table_ptr, seq_ptr, len_ptr, out_ptr, count_ptr, chosen_row, table_row, out_row, page_size,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, cdiv(WIDTH, BLOCK)): some slots of a row: those of chosen pools, then those behind the last one."""
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tile * BLOCK + tl.arange(0, BLOCK)
+    mask = at < WIDTH
+    of_pools, length = tl.load(num_ptr + row) * SIZE, tl.load(len_ptr + row)
+    ends = tl.load(chosen_ptr + row * chosen_row + at // SIZE, mask=mask & (at < of_pools), other=0)
+    first = length // SIZE * SIZE
+    position = tl.minimum(first + tl.maximum(at - of_pools, 0), tl.maximum(length - 1, 0))
+    table = table_ptr + tl.load(seq_ptr + row).to(tl.int64) * table_row
+    behind = _slot(table, position, page_size, mask & (at >= of_pools)).to(tl.int32)
+    slots = tl.where(at < of_pools, ends + at % SIZE - (SIZE - 1), behind)
+    tl.store(out_ptr + row * out_row + at, slots, mask=mask)
+    if tile == 0:
+        tl.store(count_ptr + row, of_pools + length - first)
+
+
+def expanded(chosen: Tensor, num_chosen: Tensor, pages: RowPages, size: int) -> tuple[Tensor, Tensor]:
+    """Return the slots of chosen pools' positions, and of those behind a row's last whole pool: int32 [T, K size + size
+    - 1], of which the first int32 [T] are in use; the others are slots that exist.
+
+    chosen: int32 [T, K], slots of pools' last positions, the first num_chosen, int32 [T], of each row in use.
+    """
+    num_rows, most = chosen.shape
+    check_ids("num_chosen", num_chosen, num_rows)
+    check_ids("seq_ids", pages.seq_ids, num_rows)
+    check_ids("kv_lens", pages.kv_lens, num_rows)
+    width = most * size + size - 1
+    slots = torch.empty(num_rows, width, dtype=torch.int32, device=chosen.device)
+    counts = torch.empty(num_rows, dtype=torch.int32, device=chosen.device)
+    if num_rows:
+        _expand_kernel[(num_rows, -(-width // _BLOCK))](
+            chosen, num_chosen, pages.block_table, pages.seq_ids, pages.kv_lens, slots, counts,
+            chosen.stride(0), pages.block_table.stride(0), slots.stride(0), pages.page_size,
+            SIZE=size, WIDTH=width, BLOCK=_BLOCK, num_warps=2,
+        )  # fmt: skip
+    return slots, counts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ktransformers.kernels.attention_call import RowPages
 from ktransformers.kernels.triton.attention import pools
 from ktransformers.kernels.triton.attention.pools import rows_to_cache
 from tests.support.checks.flat_calls import flat_pooled
@@ -66,3 +67,26 @@ def test_bad_arguments_are_named(device):
         pooled(cache, bias[:2], table, PAGE, seqs, lens, 24, 4)
     with pytest.raises(ValueError, match="rows of 50 columns do not fit a cache of 48"):
         rows_to_cache(torch.zeros(6, 50, device=device), cache, seqs, lens)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_chosen_pools_are_expanded_as_in_plain_torch(size, device):
+    """Rows with and without pools, with positions behind the last one, and padding."""
+    lens = torch.tensor([0, 1, size, 3 * size + size // 2, 32, 33])
+    table = torch.randperm(2 * PAGES, generator=torch.Generator().manual_seed(1)).to(torch.int32).reshape(2, PAGES)
+    seqs = torch.tensor([0, 1, 0, 1, 0, 1])
+    counts = lens // size
+    num_chosen = counts.clamp(max=3)
+    pages = RowPages(table.to(device), PAGE, seqs.int().to(device), lens.int().to(device))
+    chosen, want = torch.zeros(6, 3, dtype=torch.int32), []
+    for row, (seq, length, count) in enumerate(zip(seqs.tolist(), lens.tolist(), num_chosen.tolist(), strict=True)):
+        slots = [int(table[seq, at // PAGE]) * PAGE + at % PAGE for at in range(length)]
+        picked = sorted(torch.randperm(length // size, generator=torch.Generator().manual_seed(row))[:count].tolist())
+        chosen[row, :count] = torch.tensor([slots[pool * size + size - 1] for pool in picked], dtype=torch.int32)
+        found = [slots[pool * size + i] for pool in picked for i in range(size)]
+        want.append(found + slots[length // size * size :])
+    got, used = pools.expanded(chosen.to(device), num_chosen.int().to(device), pages, size)
+    assert got.shape == (6, 3 * size + size - 1)
+    assert [row[:count].tolist() for row, count in zip(got.cpu(), used.tolist(), strict=True)] == want
+    assert int(got.min()) >= 0
+    assert int(got.max()) < 2 * PAGES * PAGE

@@ -18,9 +18,10 @@ if runtime.triton is None:
 PRODUCTS = ("_gemv_kernel", "_tile_kernel", "_gate_up_gemv", "_down_gemv", "_gate_up_tile", "_down_tile")
 RECURRENT = ("conv_kernel", "rows_kernel", "prepare_kernel", "chunks_kernel", "gates_kernel", "selective_kernel")
 ROUTERS = ("_product_kernel", "_router_kernel", "'SOFTMAX'", "'SIGMOID'")
+STREAMS = ("_norm_kernel", "_silu_kernel", "_collapse_kernel")
 HOT = ("_split_kernel", "_sum_onto_kernel")
 GATED = ("_rope_kernel", "_gate_heads_kernel")
-CHOICES = ("_score_kernel", "_pool_kernel", "_greatest_kernel", "_best_kernel", "_candidates_kernel")
+CHOICES = ("_score_kernel", "_pool_kernel", "_expand_kernel", "_greatest_kernel", "_best_kernel", "_candidates_kernel")
 ATTENTION = ("decode_kernel", "prefill_kernel", "_materialized_kernel", "_widen_kernel")
 
 
@@ -41,7 +42,7 @@ def run_script(name: str, *arguments: str, cache: Path) -> subprocess.CompletedP
     [
         pytest.param(
             ["--sm", "90", "--few"],
-            (*PRODUCTS, *HOT, *ATTENTION, *RECURRENT, *GATED, *CHOICES, *ROUTERS),
+            (*PRODUCTS, *HOT, *ATTENTION, *RECURRENT, *GATED, *CHOICES, *ROUTERS, *STREAMS),
             id="sm90",
         ),
         pytest.param(["--sm", "90"], (*PRODUCTS, *ATTENTION), id="sm90-more", marks=pytest.mark.exhaustive),

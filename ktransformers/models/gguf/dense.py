@@ -1,13 +1,13 @@
-"""GGUF architectures without experts: model type and config values. Those with experts are in gguf_families.py."""
+"""GGUF architectures without experts: model type and config values. Those with experts are in families.py."""
 
 from __future__ import annotations
 
 import logging
 
 from ktransformers.errors import UnsupportedError
-from ktransformers.models.gguf_fields import Family, head_dim, latent, layer_norm, rotary_share, windows
-from ktransformers.models.gguf_metadata import Metadata, Values
-from ktransformers.models.gguf_rope import rope_parameters
+from ktransformers.models.gguf.fields import Family, head_dim, latent, layer_norm, rotary_share, windows
+from ktransformers.models.gguf.metadata import Metadata, Values
+from ktransformers.models.gguf.rope import rope_parameters
 
 __all__ = ["DENSE_FAMILIES", "LAYER_NORM_FAMILIES", "granite_multipliers"]
 

@@ -14,13 +14,13 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ktransformers.errors import FormatError, UnsupportedError
-from ktransformers.models.gguf_dense import LAYER_NORM_FAMILIES
-from ktransformers.models.gguf_families import BY_LAYER_FAMILIES, FAMILIES
-from ktransformers.models.gguf_keys import check_unread
-from ktransformers.models.gguf_metadata import Metadata, Values
-from ktransformers.models.gguf_recurrent import WITHOUT_ATTENTION
-from ktransformers.models.gguf_refused import check_architecture
-from ktransformers.models.gguf_rope import rope_parameters
+from ktransformers.models.gguf.dense import LAYER_NORM_FAMILIES
+from ktransformers.models.gguf.families import BY_LAYER_FAMILIES, FAMILIES
+from ktransformers.models.gguf.keys import check_unread
+from ktransformers.models.gguf.metadata import Metadata, Values
+from ktransformers.models.gguf.recurrent import WITHOUT_ATTENTION
+from ktransformers.models.gguf.refused import check_architecture
+from ktransformers.models.gguf.rope import rope_parameters
 
 __all__ = ["FACTOR_TENSORS", "GGUF_CONFIG_ARCHITECTURES", "config_from_gguf"]
 

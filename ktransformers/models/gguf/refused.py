@@ -1,6 +1,6 @@
 """Reasons for which GGUF files of some architectures cannot run, by the name that the file gives.
 
-Together with gguf_families.py this covers every architecture that the `gguf` package knows, to which a test holds it,
+Together with families.py this covers every architecture that the `gguf` package knows, to which a test holds it,
 and those that llama.cpp and ik_llama.cpp knew in November 2026.
 """
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 
 from ktransformers.errors import FormatError, UnsupportedError
-from ktransformers.models.gguf_metadata import Metadata, Values
-from ktransformers.models.gguf_rope import rope_parameters
+from ktransformers.models.gguf.metadata import Metadata, Values
+from ktransformers.models.gguf.rope import rope_parameters
 
 __all__ = [
     "SIGMOID",

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from ktransformers.errors import UnsupportedError
-from ktransformers.models.gguf_metadata import Metadata
+from ktransformers.models.gguf.metadata import Metadata
 
 __all__ = ["NEUTRAL", "check_unread", "is_key_of_other_parts"]
 

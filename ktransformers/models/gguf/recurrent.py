@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ktransformers.errors import FormatError, UnsupportedError
-from ktransformers.models.gguf_fields import SIGMOID, expect_gating, groups
-from ktransformers.models.gguf_fields import experts as expert_values
-from ktransformers.models.gguf_metadata import Metadata, Values
-from ktransformers.models.gguf_rope import rope_parameters
+from ktransformers.models.gguf.fields import SIGMOID, expect_gating, groups
+from ktransformers.models.gguf.fields import experts as expert_values
+from ktransformers.models.gguf.metadata import Metadata, Values
+from ktransformers.models.gguf.rope import rope_parameters
+from ktransformers.models.ngram_hash import hash_multipliers, primes_from
 
 __all__ = ["RECURRENT_FAMILIES", "WITHOUT_ATTENTION"]
 
@@ -87,6 +88,80 @@ def _qwen35moe(gguf: Metadata) -> tuple[str, Values]:
         **_qwen35(gguf)[1],
         **expert_values(gguf, "num_experts"),
         "shared_expert_intermediate_size": _shared_width(gguf),
+    }
+
+
+def _qwen4exp(gguf: Metadata) -> tuple[str, Values]:
+    """Qwen3.8-Flash-Next, as llama.cpp's converter writes it. What the gates of outputs are, all files leave unsaid."""
+    _, values = _qwen35(gguf)
+    ratios = set(gguf.list("attention.compress_ratios")) - {0}
+    if len(ratios) != 1:
+        raise UnsupportedError(
+            f"a {gguf.arch} file whose attention.compress_ratios are {sorted(ratios)}: one is needed for all layers "
+            "that attend"
+        )
+    return "qwen4_exp_text", {
+        **values,
+        **expert_values(gguf, "num_experts"),
+        "layer_types": _kinds(gguf, {"ssm_a": LINEAR, "attn_q.weight": "indexed_attention"}),
+        "shared_expert_intermediate_size": _shared_width(gguf),
+        "norm_topk_prob": gguf.bool("expert_weights_norm", True),
+        "output_gate_type": "sigmoid",
+        "hc_count": gguf.int("hyper_connection.count"),
+        "hc_lowrank": gguf.int("hyper_connection.low_rank"),
+        "indexer_n_heads": gguf.int("attention.indexer.head_count"),
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": gguf.int("attention.indexer.key_length"),
+        "indexer_budget": gguf.int("attention.indexer.top_k"),
+        "indexer_compress_ratio": ratios.pop(),
+        **_ngrams(gguf),
+    }
+
+
+_SEED = 1234  # of every published model; files hold what follows from it
+
+
+def _ngrams(gguf: Metadata) -> Values:
+    """Embeddings of n-grams: the file says the numbers of their hashes, the config what these follow from."""
+    layers = gguf.list("ple.layers")
+    if not layers:
+        return {"ple_layer_ids": None}
+    table = gguf.shapes.get("per_layer_token_embd.weight")
+    if len(layers) != 1 or table is None:
+        raise UnsupportedError(
+            f"a {gguf.arch} file with embeddings of n-grams in {len(layers)} layers, or without "
+            "per_layer_token_embd.weight: one table for one layer is what llama.cpp's converter writes"
+        )
+    size, per_ngram = gguf.int("ple.ngram_size"), gguf.int("ple.heads_per_ngram")
+    heads = (size - 1) * per_ngram
+    sizes, offsets = gguf.list("ple.head_vocab_sizes"), gguf.list("ple.head_offsets")
+    factors = gguf.list("ple.layer_multipliers")
+    vocab, eos = gguf.shapes["token_embd.weight"][0], gguf.int("ple.eos_token_id")
+    if (
+        len(sizes) != heads
+        or sizes != primes_from(sizes[0], heads)
+        or offsets != [sum(sizes[:index]) for index in range(heads)]
+        or factors != hash_multipliers(vocab, size, 0, _SEED)
+        or sum(sizes) > table[0]
+    ):
+        raise UnsupportedError(
+            f"a {gguf.arch} file whose numbers of n-grams (ple.head_vocab_sizes, ple.head_offsets, "
+            "ple.layer_multipliers) do not follow from the seed of published models; pass --model_path"
+        )
+    gguf.raw("embedding_length_per_layer_input")  # the table's width
+    gguf.raw("ple.image_token_id")  # of the part that reads images
+    token = gguf.metadata.get("tokenizer.ggml.eos_token_id")
+    return {
+        "ple_layer_ids": [layers[0] + 1],
+        "ple_embed_dim": heads * table[1],
+        "ple_conv_kernel_size": gguf.int("ple.conv_kernel"),
+        "ngram_size": size,
+        "heads_per_ngram": per_ngram,
+        "ngram_vocab_size_base": sizes[0],
+        "make_ngram_vocab_size_divisible_by": table[0],
+        "split_ngram_parts": 1,
+        "seed": _SEED,
+        "eos_token_id": eos if token in (None, eos) else [eos, token],
     }
 
 
@@ -322,5 +397,6 @@ RECURRENT_FAMILIES: dict[str, Callable[[Metadata], tuple[str, Values]]] = {
     "nemotron_h_moe": _nemotron_h,
     "qwen35": _qwen35,
     "qwen35moe": _qwen35moe,
+    "qwen4exp": _qwen4exp,
     "qwen3next": _qwen3next,
 }

@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 
 from ktransformers.errors import FormatError, UnsupportedError
-from ktransformers.models.gguf_dense import granite_multipliers
-from ktransformers.models.gguf_fields import (
+from ktransformers.models.gguf.dense import granite_multipliers
+from ktransformers.models.gguf.fields import (
     SIGMOID,
     SOFTMAX,
     Family,
@@ -25,8 +25,8 @@ from ktransformers.models.gguf_fields import (
     routing,
     windows,
 )
-from ktransformers.models.gguf_metadata import Metadata, Values
-from ktransformers.models.gguf_rope import rope_parameters
+from ktransformers.models.gguf.metadata import Metadata, Values
+from ktransformers.models.gguf.rope import rope_parameters
 
 __all__ = ["NEWER_FAMILIES"]
 

@@ -1,6 +1,6 @@
 """The rotary embedding that a GGUF file's metadata and factor tensors describe. Knows no model family.
 
-What llama.cpp reads for every architecture is honoured here, or refused by the key's name: see models/gguf_keys.py.
+What llama.cpp reads for every architecture is honoured here, or refused by the key's name: see models/gguf/keys.py.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from ktransformers.errors import FormatError, UnsupportedError
-from ktransformers.models.gguf_metadata import Metadata, Values
+from ktransformers.models.gguf.metadata import Metadata, Values
 
 __all__ = ["rope_parameters", "rope_scaling_factor"]
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from ktransformers.errors import FormatError, UnsupportedError
-from ktransformers.models.gguf_fields import Family, experts, rotary_share
-from ktransformers.models.gguf_metadata import Metadata, Values
-from ktransformers.models.gguf_rope import rope_parameters, rope_scaling_factor
+from ktransformers.models.gguf.fields import Family, experts, rotary_share
+from ktransformers.models.gguf.metadata import Metadata, Values
+from ktransformers.models.gguf.rope import rope_parameters, rope_scaling_factor
 
 __all__ = ["COMPRESSED_FAMILIES"]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 
 from ktransformers.errors import UnsupportedError
-from ktransformers.models.gguf_compressed import COMPRESSED_FAMILIES
-from ktransformers.models.gguf_dense import DENSE_FAMILIES, granite_multipliers
-from ktransformers.models.gguf_fields import (
+from ktransformers.models.gguf.compressed import COMPRESSED_FAMILIES
+from ktransformers.models.gguf.dense import DENSE_FAMILIES, granite_multipliers
+from ktransformers.models.gguf.fields import (
     SIGMOID,
     SOFTMAX,
     Family,
@@ -28,10 +28,10 @@ from ktransformers.models.gguf_fields import (
     routing,
     windows,
 )
-from ktransformers.models.gguf_metadata import Metadata, Values
-from ktransformers.models.gguf_newer import NEWER_FAMILIES
-from ktransformers.models.gguf_recurrent import RECURRENT_FAMILIES
-from ktransformers.models.gguf_rope import rope_parameters
+from ktransformers.models.gguf.metadata import Metadata, Values
+from ktransformers.models.gguf.newer import NEWER_FAMILIES
+from ktransformers.models.gguf.recurrent import RECURRENT_FAMILIES
+from ktransformers.models.gguf.rope import rope_parameters
 
 __all__ = ["BY_LAYER_FAMILIES", "FAMILIES"]
 

@@ -1,4 +1,4 @@
-"""Makes the metadata of a GGUF file from a Hugging Face config: the inverse of `models/gguf_config.py`.
+"""Makes the metadata of a GGUF file from a Hugging Face config: the inverse of `models/gguf/config.py`.
 
 Keys are those of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, as llama.cpp's converter writes them. What
 is written is read back and compared with the config: a model whose config says more than the format has keys for is
@@ -16,7 +16,7 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ktransformers.errors import UnsupportedError
-from ktransformers.models.gguf_config import config_from_gguf
+from ktransformers.models.gguf.config import config_from_gguf
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
