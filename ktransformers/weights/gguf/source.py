@@ -12,7 +12,7 @@ import torch
 
 from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels.cpu.pages import page_out
-from ktransformers.kernels.types import ExpertWeights, Fp8Matrix, QuantType, RawTensor, block_size, row_bytes
+from ktransformers.kernels.types import ExpertWeights, Fp8Matrix, QuantType, RawTensor, block_size, row_bytes, row_head
 from ktransformers.models.facts import ModelFacts
 from ktransformers.weights.experts import RawMatrix, check_expert_shape, expert_info, load_matrices
 from ktransformers.weights.gguf.file import OTHER_FILE, GGUFModel
@@ -350,7 +350,9 @@ def _reordered(raw: RawTensor, stored: Stored) -> RawTensor:
     if stored.rows is not None:
         data = data[torch.tensor(stored.rows)]
     if stored.columns is not None:
-        data = data.reshape(len(data), len(stored.columns), -1)[:, torch.tensor(stored.columns)]
+        head = row_head(raw.qtype)
+        runs = data[:, head:].reshape(len(data), len(stored.columns), -1)[:, torch.tensor(stored.columns)]
+        data = torch.cat([data[:, :head], runs.flatten(1)], dim=1)
     page_out([raw.data])
     return RawTensor(data.reshape(-1), raw.qtype, (data.shape[0], *raw.shape[1:]))
 
