@@ -63,8 +63,9 @@ class Format:
 
 def _formats() -> dict[int, Format]:
     records = {}
-    for number, name, block, nbytes, form, kernels, *rest in extension.formats():
-        records[number] = Format(number, name, block, nbytes, ActForm(form), Kernels(kernels), *rest)
+    for number, name, block, nbytes, form, kernels, head_cols, head, packed, halves, row_head in extension.formats():
+        sizes = (head_cols, head, packed)
+        records[number] = Format(number, name, block, nbytes, ActForm(form), Kernels(kernels), *sizes, halves, row_head)
     return records
 
 

@@ -114,7 +114,7 @@ def _iq2_k(block: _U8Array) -> _Fields:
 
 
 def _three_bits(low: _U8Array, high: _U8Array) -> _U8Array:
-    return _in_runs(low, 32, 2) | _in_runs(high, 32, 1) << 2
+    return _in_runs(low, 32, 2) | _in_runs(high, 32, 1) << np.uint8(2)
 
 
 def _iq3_k(block: _U8Array) -> _Fields:
@@ -124,7 +124,7 @@ def _iq3_k(block: _U8Array) -> _Fields:
 
 
 def _six_bit_scales(block: _U8Array) -> _I32Array:
-    return _signed(_nibbles(block[:, 6:14]) | _in_runs(block[:, 2:6], 1, 2) << 4, 32)
+    return _signed(_nibbles(block[:, 6:14]) | _in_runs(block[:, 2:6], 1, 2) << np.uint8(4), 32)
 
 
 def _iq4_k(block: _U8Array) -> _Fields:
@@ -132,7 +132,7 @@ def _iq4_k(block: _U8Array) -> _Fields:
 
 
 def _five_bits(low: _U8Array, high: _U8Array) -> _U8Array:
-    return _in_runs(low, 32, 4) | _in_runs(high, 32, 1) << 4
+    return _in_runs(low, 32, 4) | _in_runs(high, 32, 1) << np.uint8(4)
 
 
 def _iq5_k(block: _U8Array) -> _Fields:
@@ -140,22 +140,22 @@ def _iq5_k(block: _U8Array) -> _Fields:
 
 
 def _iq6_k(block: _U8Array) -> _Fields:
-    codes = _in_runs(block[:, 18:146], 32, 4) | _in_runs(block[:, 146:], 32, 2) << 4
+    codes = _in_runs(block[:, 18:146], 32, 4) | _in_runs(block[:, 146:], 32, 2) << np.uint8(4)
     return _Fields(block[:, 2:18].copy().view(np.int8).astype(np.int32), _flags(block[:, :2]), codes)
 
 
 def _iq2_ks(block: _U8Array) -> _Fields:
-    scales = _signed(_nibbles(block[:, 2:6]) | _flags(block[:, 1:2]) << 4, 16)
+    scales = _signed(_nibbles(block[:, 2:6]) | _flags(block[:, 1:2]) << np.uint8(4), 16)
     return _Fields(scales, _flags(block[:, :1]), _in_runs(block[:, 6:], 32, 2))
 
 
 def _iq3_ks(block: _U8Array) -> _Fields:
-    scales = _signed(_in_runs(block[:, 2:6], 4, 4) | _flags(block[:, :1]) << 4, 16)
+    scales = _signed(_in_runs(block[:, 2:6], 4, 4) | _flags(block[:, :1]) << np.uint8(4), 16)
     return _Fields(scales, _flags(block[:, 1:2]), _three_bits(block[:, 6:70], block[:, 70:]))
 
 
 def _of_bytes(data: _U8Array, codes: _U8Array) -> _Fields:
-    return _Fields(_signed(data & 254, 127), data & 1, codes)
+    return _Fields(_signed(data & np.uint8(254), 127), data & np.uint8(1), codes)
 
 
 def _iq4_ks(block: _U8Array) -> _Fields:
