@@ -62,8 +62,12 @@ template <class P, int C> void packed_signed_few(const TileArgs& a, int t);
 template <class P> struct FewSigned {
   template <int C> static void run(const TileArgs& a, int t) { packed_signed_few<P, C>(a, t); }
 };
+template <class P> void packed_signed_many(const TileArgs& a);
 template <class P> struct KernelSigned : Kernel256<P> {
-  static void tile(const TileArgs& a) { in_few_parts<FewSigned<P>>(a); }
+  static void tile(const TileArgs& a) {
+    if (a.num_tokens <= kFewPacked) return in_few_parts<FewSigned<P>>(a);
+    packed_signed_many<P>(a);
+  }
 };
 
 template <uint8_t FLIP> constexpr ByteTable kIq4Table(kIq4Values, FLIP);
@@ -200,6 +204,35 @@ template <class P, int C> void packed_signed_few(const TileArgs& a, int t) {
     }
   }
   for (int c = 0; c < C; ++c) store(a.acc + (t + c) * 16, acc[c]);
+}
+
+// ---- with many: values are looked up once ----
+
+template <class P, int I> inline void stage_signed_group(const uint8_t* p, int g, uint8_t* w) {
+  if constexpr (I < 8) {
+    const wb line = group_line<P>(p, g, I);
+    prefetch_ahead<P, I, 8>(p, g);
+    store_wb(w + 64 * (16 * g + I),
+             P::shifted(P::template looked_up<kSignFlip, 0>(p, g, I, line), P::template shift_at<I, 0>(p, g)));
+    store_wb(w + 64 * (16 * g + 8 + I),
+             P::shifted(P::template looked_up<kSignFlip, 1>(p, g, I, line), P::template shift_at<I, 1>(p, g)));
+    stage_signed_group<P, I + 1>(p, g, w);
+  }
+}
+
+template <class P> void packed_signed_many(const TileArgs& a) {
+  const int64_t blocks = a.k / 256;
+  const uint8_t* p = first_block<P>(a.packed, blocks);
+  GridStage st;
+  for (int64_t b = 0; b < blocks; ++b, p += P::bytes) {
+    for (int g = 0; g < 4; ++g) stage_signed_group<P, 0>(p, g, st.w);
+    for (int j = 0; j < P::F::subs / 2; ++j) {
+      const vi pair = load_scales<P>(p, j);
+      storei(st.sc + 32 * j, lane_scale_low(pair));
+      storei(st.sc + 32 * j + 16, lane_scale_high(pair));
+    }
+    grid_tokens<P::F::subs, kQuantTokens>(a, st, super_d<P>(a.packed, p, b), b, 0);
+  }
 }
 
 }  // namespace
