@@ -418,7 +418,8 @@ NB_MODULE(_native, m) {
   });
   m.def("has_bf16", [](const std::string& isa) { return kt::tier_by_name(isa).bf16_tiles != nullptr; }, nb::arg("isa"));
   // The table of runtime/formats.h: number, name, elements and bytes of a block, form of activations, kernels, of a
-  // packed tile columns and bytes of a part of its head and bytes of a block, and where a block has fp16 numbers.
+  // packed tile columns and bytes of a part of its head and bytes of a block, where a block has fp16 numbers, and the
+  // bytes in front of a row.
   m.def("formats", [] {
     nb::list formats;
     for (const kt::FormatInfo& info : kt::kFormats) {
@@ -427,7 +428,7 @@ NB_MODULE(_native, m) {
         if (at >= 0) halves.append(at);
       formats.append(nb::make_tuple(static_cast<int>(info.type), info.name, info.block, info.bytes,
                                     static_cast<int>(info.form), static_cast<int>(info.kernels), info.head_cols,
-                                    info.head_bytes, info.packed_bytes, nb::tuple(halves)));
+                                    info.head_bytes, info.packed_bytes, nb::tuple(halves), info.row_head));
     }
     return formats;
   });

@@ -38,8 +38,16 @@ enum class QType : int32_t {
   MXFP4 = 39,
   NVFP4 = 40,
   Q1_0 = 41,
-  IQ4_K = 139,  // of ik_llama.cpp, as the next
+  IQ2_K = 137,  // from here on of ik_llama.cpp
+  IQ3_K = 138,
+  IQ4_K = 139,
   IQ5_K = 140,
+  IQ6_K = 141,
+  IQ4_KS = 144,
+  IQ2_KS = 145,
+  IQ4_KSS = 146,
+  IQ5_KS = 152,
+  IQ3_KS = 156,
   F8_E4M3 = 1000
 };
 
@@ -56,7 +64,7 @@ constexpr int kFp8Block = 128;  // rows and columns of FP8 weights that share a 
 // Which files of kernels/ compute with a type.
 enum class Kernels : int32_t {
   Plain = 0,   // formats/gemm.inl: numbers, in rows. BF16 is re-laid for products of bf16 alone
-  Packed = 1,  // packed/packed.inl, signed.inl: K-quants, Q8_0, Q4_0; IQ4_XS and ik_llama.cpp's
+  Packed = 1,  // packed/packed.inl, signed.inl, iqk.inl: K-quants, Q8_0, Q4_0; IQ4_XS and ik_llama.cpp's
   Low = 2,     // packed/small.inl, k2k3.inl, ternary.inl: the types of formats/low.inl, and MXFP4
   Grid = 3,    // packed/grid.inl: codes that are looked up in a grid
   Fp8 = 4,     // packed/fp8.inl
@@ -77,10 +85,12 @@ struct FormatInfo {
   // `packed_bytes` for every block. 0: the type has no re-laid form.
   int head_cols = 0, head_bytes = 0, packed_bytes = 0;
   HalvesAt halves = {};
+  int row_head = 0;  // bytes in front of a row's blocks: a scale of all of them, fp32 (4) or fp16 (2)
 };
 
-// Halves d of 16 rows; d and m; bytes.
-constexpr int kHalves = 32, kPairsOfHalves = 64, kBytes = 16;
+// Halves d of 16 rows; d and m; bytes; fp32 d.
+constexpr int kHalves = 32, kPairsOfHalves = 64, kBytes = 16, kFloats = 64;
+constexpr int kWholeRow = 1 << 30;  // columns, of a head with one number a row
 
 constexpr FormatInfo kFormats[] = {
     {QType::F32, "F32", 1, 4, ActForm::Float},
@@ -98,8 +108,16 @@ constexpr FormatInfo kFormats[] = {
     {QType::Q6_K, "Q6_K", 256, 210, ActForm::Q256, Kernels::Packed, 256, kHalves, 3328, {208}},
     {QType::IQ4_NL, "IQ4_NL", 32, 18, ActForm::Q32, Kernels::Low, 32, kHalves, 256, {0}},
     {QType::IQ4_XS, "IQ4_XS", 256, 136, ActForm::Q256, Kernels::Packed, 256, kHalves, 2176, {0}},
+    {QType::IQ2_K, "IQ2_K", 256, 76, ActForm::Q256, Kernels::Packed, 256, kHalves, 1216, {0}},
+    {QType::IQ3_K, "IQ3_K", 256, 110, ActForm::Q256, Kernels::Packed, 256, kHalves, 1792, {0}},
     {QType::IQ4_K, "IQ4_K", 256, 144, ActForm::Q256, Kernels::Packed, 256, kHalves, 2304, {0}},
     {QType::IQ5_K, "IQ5_K", 256, 176, ActForm::Q256, Kernels::Packed, 256, kHalves, 2816, {0}},
+    {QType::IQ6_K, "IQ6_K", 256, 212, ActForm::Q256, Kernels::Packed, 256, kHalves, 3392, {0}},
+    {QType::IQ2_KS, "IQ2_KS", 256, 70, ActForm::Q256, Kernels::Packed, kWholeRow, kFloats, 1152, {}, 2},
+    {QType::IQ3_KS, "IQ3_KS", 256, 102, ActForm::Q256, Kernels::Packed, kWholeRow, kFloats, 1664, {}, 2},
+    {QType::IQ4_KS, "IQ4_KS", 256, 136, ActForm::Q256, Kernels::Packed, kWholeRow, kFloats, 2176, {}, 4},
+    {QType::IQ4_KSS, "IQ4_KSS", 256, 128, ActForm::Q256, Kernels::Packed, kWholeRow, kFloats, 2176, {}, 4},
+    {QType::IQ5_KS, "IQ5_KS", 256, 168, ActForm::Q256, Kernels::Packed, kWholeRow, kFloats, 2688, {}, 4},
     {QType::IQ2_XXS, "IQ2_XXS", 256, 66, ActForm::Q256, Kernels::Grid, 256, kHalves, 1024, {0}},
     {QType::IQ2_XS, "IQ2_XS", 256, 74, ActForm::Q256, Kernels::Grid, 256, kHalves, 1152, {0}},
     {QType::IQ2_S, "IQ2_S", 256, 82, ActForm::Q256, Kernels::Grid, 256, kHalves, 1280, {0}},

@@ -16,6 +16,7 @@
 #include "kernels/packed/grid.inl"
 #include "kernels/packed/packing.inl"
 #include "kernels/packed/signed.inl"
+#include "kernels/packed/iqk.inl"
 #include "kernels/packed/k2k3.inl"
 #include "kernels/packed/ternary.inl"
 #include "kernels/packed/small.inl"

@@ -2,7 +2,8 @@
 
 A mixture has a type for most matrices and better ones for those that err most: values and down projections of some
 layers, the output head. They are the ones that files of these names have, so that names mean the same everywhere
-(docs/quantize.md has the table). Knows names and shapes, and no bytes.
+(docs/quantize.md has the table); those with types of ik_llama.cpp are that program's. Knows names and shapes, and no
+bytes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from pathlib import Path
 
 from gguf import LlamaFileType
@@ -35,6 +37,15 @@ logger = logging.getLogger(__name__)
 
 T = QuantType
 FLOAT_TYPES = (T.F32, T.F16, T.BF16)
+
+
+class ForkFileType(IntEnum):
+    """Values of `general.file_type` that ik_llama.cpp's llama.h has beyond llama.cpp's."""
+
+    MOSTLY_IQ2_K = 138
+    MOSTLY_IQ3_K = 139
+    MOSTLY_IQ4_K = 140
+    MOSTLY_IQ4_KS = 145
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +97,16 @@ def _shared_keys(place: _Place) -> bool:
     return place.model.queries_per_key >= 4
 
 
+def _paired_keys(place: _Place) -> bool:
+    return place.model.queries_per_key >= 2
+
+
 def _shared_values(place: _Place) -> bool:
     return _shared_keys(place) or place.model.num_experts >= 4
+
+
+def _four_experts(place: _Place) -> bool:
+    return place.model.num_experts >= 4
 
 
 def _eight_experts(place: _Place) -> bool:
@@ -130,7 +149,7 @@ class Mixture:
     tokens; None: base. experts: of routed experts. An output head that is the table itself counts as the head.
     """
 
-    file_type: LlamaFileType
+    file_type: LlamaFileType | ForkFileType
     base: QuantType
     higher: tuple[_Higher, ...] = ()
     output: QuantType | None = T.Q6_K
@@ -187,6 +206,19 @@ _IQ3_M_HIGHER: tuple[_Higher, ...] = (
     ("qkv", _always, T.Q4_K),
 )
 _IQ4_HIGHER = (("value", _shared_keys, T.Q5_K), ("down", _early_and(has_importance=False), T.Q5_K))
+_IQ4_KS_HIGHER = (
+    ("value", _paired_keys, T.IQ5_K),
+    ("down", _early_and(has_importance=False), T.Q5_K),
+    ("attention", _four_experts, T.Q5_K),
+)
+_IQ4_K_HIGHER = (("value", _paired_keys, T.IQ5_K), ("attention", _four_experts, T.Q5_K))
+_IQ3_K_HIGHER = (("value", _paired_keys, T.IQ4_K), ("attention", _four_experts, T.Q5_K))
+_IQ2_K_HIGHER: tuple[_Higher, ...] = (
+    ("value", _paired_keys, T.IQ4_K),
+    ("value", _always, T.IQ3_K),
+    ("attention", _four_experts, T.Q5_K),
+    ("attention", _always, T.IQ3_K),
+)
 
 MIXTURES: Mapping[str, Mixture] = {
     "f32": Mixture(_F.ALL_F32, T.F32, output=None),
@@ -252,6 +284,10 @@ MIXTURES: Mapping[str, Mixture] = {
     "iq2_xxs": Mixture(_F.MOSTLY_IQ2_XXS, T.IQ2_XXS, _IQ2_HIGHER, T.Q5_K, T.Q2_K),
     "iq1_m": Mixture(_F.MOSTLY_IQ1_M, T.IQ1_M, _IQ1_HIGHER, T.Q5_K, T.Q2_K),
     "iq1_s": Mixture(_F.MOSTLY_IQ1_S, T.IQ1_S, _IQ1_HIGHER, T.Q5_K, T.Q2_K),
+    "iq4_k": Mixture(ForkFileType.MOSTLY_IQ4_K, T.IQ4_K, _IQ4_K_HIGHER),
+    "iq4_ks": Mixture(ForkFileType.MOSTLY_IQ4_KS, T.IQ4_KS, _IQ4_KS_HIGHER),
+    "iq3_k": Mixture(ForkFileType.MOSTLY_IQ3_K, T.IQ3_K, _IQ3_K_HIGHER, T.Q5_K),
+    "iq2_k": Mixture(ForkFileType.MOSTLY_IQ2_K, T.IQ2_K, _IQ2_K_HIGHER, T.Q5_K),
     "mxfp4_moe": Mixture(_F.MOSTLY_MXFP4_MOE, T.Q8_0, output=T.Q8_0, experts=T.MXFP4),
     "tq1_0": Mixture(_F.MOSTLY_TQ1_0, T.TQ1_0, embedding=T.Q4_K),
     "tq2_0": Mixture(_F.MOSTLY_TQ2_0, T.TQ2_0, embedding=T.Q4_K),
@@ -276,8 +312,9 @@ _KEPT = re.compile(
 # Rows that are no multiple of a super-block of 256 get a type of blocks of 32 of about as many bits, as in llama.cpp.
 _SHORT_ROWS = {
     **dict.fromkeys((*_LOWEST, T.Q2_K, T.Q3_K, T.IQ3_XXS, T.IQ3_S, T.IQ4_XS, T.TQ1_0, T.TQ2_0, T.Q1_0), T.IQ4_NL),
-    T.Q4_K: T.Q5_0,
-    T.Q5_K: T.Q5_1,
+    **dict.fromkeys((T.IQ2_K, T.IQ3_K, T.IQ4_KS), T.IQ4_NL),
+    **dict.fromkeys((T.Q4_K, T.IQ4_K), T.Q5_0),
+    **dict.fromkeys((T.Q5_K, T.IQ5_K), T.Q5_1),
     T.Q6_K: T.Q8_0,
 }
 _EIGHT_EXPERT_OUTPUTS = (T.Q2_K, T.Q3_K, T.Q4_K, T.IQ3_XXS, T.IQ3_S, T.IQ4_NL, T.IQ4_XS)

@@ -39,7 +39,8 @@ class Format:
     number: ggml's, or one outside of its range. block, nbytes: elements and bytes of a block in rows. form: what
     `cpu.linear` does to activations. A packed tile of 16 rows is `head_bytes` for every `head_cols` columns, padded to
     64 bytes, then `packed_bytes` for every block; 0: the type is not packed. halves: bytes from a block's start at
-    which it has fp16 numbers.
+    which it has fp16 numbers. row_head: bytes in front of a row's blocks, a scale of the whole row: fp32 if 4, fp16 if
+    2; 0 of most types.
     """
 
     number: int
@@ -52,6 +53,7 @@ class Format:
     head_bytes: int
     packed_bytes: int
     halves: tuple[int, ...]
+    row_head: int
 
     @property
     def is_packed(self) -> bool:
@@ -61,9 +63,9 @@ class Format:
 
 def _formats() -> dict[int, Format]:
     records = {}
-    for number, name, block, nbytes, form, kernels, head_cols, head_bytes, packed_bytes, halves in extension.formats():
-        tile = (head_cols, head_bytes, packed_bytes)
-        records[number] = Format(number, name, block, nbytes, ActForm(form), Kernels(kernels), *tile, halves)
+    for number, name, block, nbytes, form, kernels, head_cols, head, packed, halves, row_head in extension.formats():
+        sizes = (head_cols, head, packed)
+        records[number] = Format(number, name, block, nbytes, ActForm(form), Kernels(kernels), *sizes, halves, row_head)
     return records
 
 

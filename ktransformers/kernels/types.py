@@ -38,6 +38,7 @@ __all__ = [
     "block_size",
     "fp8_nbytes",
     "row_bytes",
+    "row_head",
     "type_size",
 ]
 
@@ -116,8 +117,13 @@ def type_size(qtype: BlockType) -> int:
     return FORMATS[qtype].nbytes if qtype in FORMATS else int(GGML_QUANT_SIZES[qtype][1])
 
 
+def row_head(qtype: BlockType) -> int:
+    """Return the bytes in front of a row's blocks: 0, or those of a scale of the whole row (4 for IQ4_KS)."""
+    return FORMATS[qtype].row_head if qtype in FORMATS else 0
+
+
 def row_bytes(qtype: BlockType, cols: int) -> int:
-    """Return the bytes in one row of `cols` elements.
+    """Return the bytes in one row of `cols` elements, with what is in front of its blocks.
 
     Raises ValueError when `cols` is negative or no multiple of the block size.
     """
@@ -127,7 +133,7 @@ def row_bytes(qtype: BlockType, cols: int) -> int:
             f"a row of {cols} elements cannot be {qtype.name}: its blocks hold {size}; "
             f"use a type with smaller blocks (Q8_0 holds 32, F16 and BF16 any width)"
         )
-    return cols // size * nbytes
+    return row_head(qtype) + cols // size * nbytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from ktransformers.kernels.types import (
     block_size,
     fp8_nbytes,
     row_bytes,
+    row_head,
 )
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo, WeightSource
 
@@ -175,6 +176,7 @@ def cut_tensor(whole: RawTensor, part: TensorSlice, name: str) -> RawTensor:
     size = block_size(qtype)
     if part.first % size or part.count % size:
         raise TensorMismatchError(f"{name!r} is cut within blocks of {qtype.name}")
-    first, count = row_bytes(qtype, part.first), row_bytes(qtype, part.count)
-    data = whole.data.view(whole.rows, whole.row_bytes)[:, first : first + count].contiguous()
+    head, first, last = row_head(qtype), row_bytes(qtype, part.first), row_bytes(qtype, part.first + part.count)
+    rows = whole.data.view(whole.rows, whole.row_bytes)
+    data = torch.cat([rows[:, :head], rows[:, first:last]], dim=1)
     return RawTensor(data.view(-1), qtype, shape)

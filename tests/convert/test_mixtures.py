@@ -103,6 +103,25 @@ def test_mixtures_of_few_bits() -> None:
     assert of("iq3_m", ModelShape(32, 8), experts=8)["blk.29.ffn_down_exps.weight"] is T.Q4_K
 
 
+def test_mixtures_of_ik_llama_cpps_types() -> None:
+    """As that program's `llama-quantize` chooses types for files of these names."""
+
+    def of(name: str, shape: ModelShape, **shapes: int) -> dict[str, T]:
+        return choose_types(MIXTURES[name], llama_shapes(**shapes), shape)
+
+    four = of("iq4_k", ModelShape(32, 16, queries_per_key=2), experts=16)
+    assert (four["blk.9.attn_v.weight"], four["blk.9.attn_output.weight"]) == (T.IQ5_K, T.Q5_K)
+    assert (four["blk.9.ffn_up_exps.weight"], four["output.weight"]) == (T.IQ4_K, T.Q6_K)
+    small = of("iq4_ks", ModelShape(32))
+    assert layers_of(small, "ffn_down", T.Q5_K) == [0, 1, 2, 3]
+    assert (small["blk.9.attn_v.weight"], small["blk.9.attn_output.weight"]) == (T.IQ4_KS, T.IQ4_KS)
+    three = of("iq3_k", ModelShape(32, queries_per_key=8))
+    assert (three["blk.9.attn_v.weight"], three["blk.9.ffn_down.weight"]) == (T.IQ4_K, T.IQ3_K)
+    two = of("iq2_k", ModelShape(32))
+    assert {two["blk.9.attn_v.weight"], two["blk.9.attn_output.weight"]} == {T.IQ3_K}
+    assert (two["blk.9.ffn_down.weight"], two["output.weight"]) == (T.IQ2_K, T.Q5_K)
+
+
 def test_a_head_that_is_the_table_of_tokens() -> None:
     shapes = llama_shapes(8)
     del shapes["output.weight"]

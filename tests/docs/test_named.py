@@ -22,6 +22,8 @@ ELSEWHERE = {
     "ggml-common.h",
     "ggml-quants.h",
     "include/ggml.h",
+    "iqk_quantize.cpp",
+    "llama.h",
     "include/llama.h",
     "llama-arch.cpp",
     # Ollama's, transformers', vLLM's, Kimi's

@@ -14,6 +14,7 @@ import torch
 from ktransformers.kernels.cpu import Isa, WorkerPool, available_isas
 from ktransformers.kernels.formats import FORMATS
 from ktransformers.kernels.types import QuantType, RawTensor, row_bytes, type_size
+from tests.support.checks.decoding import parts_of_rows, set_row_scales
 
 MakeWeight = Callable[..., RawTensor]
 
@@ -35,8 +36,10 @@ def random_weight(qtype: QuantType, *shape: int, seed: int = 0) -> RawTensor:
         return RawTensor.from_tensor(
             torch.from_numpy(rng.standard_normal(shape, dtype=np.float32) * 0.1).to(DTYPES[qtype])
         )
-    total = int(np.prod(shape[:-1])) * row_bytes(qtype, shape[-1])
-    blocks = rng.integers(0, 256, (total // type_size(qtype), type_size(qtype)), dtype=np.uint8)
+    rows = rng.integers(0, 256, (int(np.prod(shape[:-1])), row_bytes(qtype, shape[-1])), dtype=np.uint8)
+    heads, by_row = parts_of_rows(rows, qtype)
+    set_row_scales(heads, rng.uniform(1e-3, 1e-2, len(rows)) * rng.choice([-1, 1], len(rows)))
+    blocks = by_row.reshape(-1, type_size(qtype))  # a view, where there is something to set
     if qtype is QuantType.MXFP4:
         blocks[:, 0] = rng.integers(115, 125, len(blocks))  # exponents: scales from 2^-13 to 2^-4
     if qtype is QuantType.IQ1_M:
@@ -44,7 +47,7 @@ def random_weight(qtype: QuantType, *shape: int, seed: int = 0) -> RawTensor:
     for at in FORMATS[qtype].halves:
         scale = rng.uniform(1e-3, 1e-2, len(blocks)) * rng.choice([-1, 1], len(blocks))
         blocks[:, at : at + 2] = scale.astype(np.float16).view(np.uint8).reshape(-1, 2)
-    return RawTensor(torch.from_numpy(blocks.reshape(-1)), qtype, shape)
+    return RawTensor(torch.from_numpy(rows.reshape(-1)), qtype, shape)
 
 
 @pytest.fixture(scope="session")

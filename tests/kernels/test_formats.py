@@ -15,8 +15,17 @@ from ktransformers.kernels.extension import extension
 from ktransformers.kernels.formats import FORMATS, Kernels
 from ktransformers.kernels.triton.quant import cpu_packed_bytes
 from ktransformers.kernels.triton.quant.repack import CPU_PACKED_TYPES, GPU_TYPES
-from ktransformers.kernels.types import FORK_TYPES, GroupType, OwnType, QuantType, WeightType, block_size, type_size
-from tests.support.checks.decoding import SUB_BLOCKS, decoded
+from ktransformers.kernels.types import (
+    FORK_TYPES,
+    GroupType,
+    OwnType,
+    QuantType,
+    WeightType,
+    block_size,
+    row_head,
+    type_size,
+)
+from tests.support.checks.decoding import ROW_HEADS, SUB_BLOCKS, decoded, parts_of_rows, set_row_scales
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
@@ -29,14 +38,16 @@ def test_records_agree_with_gguf() -> None:
             assert record.name == QuantType(number).name
     assert FORMATS[OwnType.F8_E4M3].kernels is Kernels.FP8
     assert {QuantType(number) for number in FORMATS if number not in {*known, *OwnType}} == FORK_TYPES
+    assert {QuantType(number): record.row_head for number, record in FORMATS.items() if record.row_head} == ROW_HEADS
 
 
 @pytest.mark.parametrize("qtype", sorted(FORK_TYPES), ids=lambda qtype: qtype.name)
 def test_records_of_forks_types_agree_with_their_layouts(qtype: QuantType) -> None:
     """The oracle takes a block apart to its last byte."""
-    d, scales, values = SUB_BLOCKS[qtype](np.zeros(type_size(qtype), dtype=np.uint8))
+    size = row_head(qtype) + type_size(qtype)
+    d, scales, values = SUB_BLOCKS[qtype](np.zeros(size, dtype=np.uint8))
     assert (d, len(scales), sum(map(len, values))) == (0, len(values), block_size(qtype))
-    for other in (type_size(qtype) - 1, type_size(qtype) + 1):
+    for other in (size - 1, size + 1):
         with pytest.raises(struct.error):
             SUB_BLOCKS[qtype](np.zeros(other, dtype=np.uint8))
 
@@ -44,15 +55,20 @@ def test_records_of_forks_types_agree_with_their_layouts(qtype: QuantType) -> No
 @pytest.mark.parametrize("qtype", sorted(cpu.PACKED_TYPES), ids=lambda qtype: qtype.name)
 def test_numbers_of_a_block_are_where_the_table_says(qtype: QuantType) -> None:
     """Halved there and nowhere else, weights are halved."""
-    block = np.random.default_rng(int(qtype)).integers(0, 256, type_size(qtype), dtype=np.uint8)
+    row = np.random.default_rng(int(qtype)).integers(0, 256, row_head(qtype) + type_size(qtype), dtype=np.uint8)
+    heads, blocks = parts_of_rows(row[None], qtype)
     halves = FORMATS[qtype].halves
-    assert bool(halves) == (qtype not in (QuantType.MXFP4, QuantType.NVFP4, QuantType.IQ1_M))
-    for at in halves:
-        block[at : at + 2] = np.array([0.75], dtype=np.float16).view(np.uint8)
-    whole = decoded(block[None], qtype)
-    for at in halves:
-        block[at : at + 2] = np.array([0.375], dtype=np.float16).view(np.uint8)
-    assert (decoded(block[None], qtype) == (whole / 2 if halves else whole)).all()
+    has_scale = bool(halves) or heads.size > 0
+    assert has_scale == (qtype not in (QuantType.MXFP4, QuantType.NVFP4, QuantType.IQ1_M))
+
+    def decoded_with(scale: float) -> np.ndarray:
+        for at in halves:
+            blocks[0, 0, at : at + 2] = np.array([scale], dtype=np.float16).view(np.uint8)
+        set_row_scales(heads, np.array([scale]))
+        return decoded(row[None], qtype)
+
+    whole = decoded_with(0.75)
+    assert (decoded_with(0.375) == (whole / 2 if has_scale else whole)).all()
 
 
 @pytest.mark.parametrize(
@@ -62,6 +78,9 @@ def test_numbers_of_a_block_are_where_the_table_says(qtype: QuantType) -> None:
         (QuantType.Q6_K, 256, 64 + 8 * 32 + 48 * 64),  # a head of 32 bytes is padded to 64
         (QuantType.Q6_K, 768, 128 + 3 * (8 * 32 + 48 * 64)),
         (QuantType.IQ4_K, 768, 128 + 3 * (8 * 32 + 32 * 64)),
+        (QuantType.IQ6_K, 256, 64 + 8 * 32 + 48 * 64 + 64),  # a line for 16 bits of each row
+        (QuantType.IQ4_KS, 768, 64 + 3 * (4 * 32 + 32 * 64)),  # one fp32 number of each row
+        (QuantType.IQ3_KS, 512, 64 + 2 * (4 * 32 + 16 * 64 + 8 * 64)),
         (QuantType.Q8_0, 96, 128 + 3 * 512),
         (QuantType.Q4_1, 32, 64 + 256),  # d and m of 16 rows
         (QuantType.MXFP4, 160, 128 + 5 * 256),  # 80 bytes of exponents

@@ -130,6 +130,8 @@ BROKEN = {
     "overflowing shape": (file_bytes(tensors=[tensor("a", [1 << 33, 1 << 33])], data=DATA), "more than 1 EiB missing"),
     "type": (file_bytes(tensors=[tensor("a", [4], 4)], data=DATA), r"'a' is stored as Q4_2, or .* \(ggml type 4\)"),
     "Q2_0": (file_bytes(tensors=[tensor("a", [64], 42)], data=bytes(18)), r"'a' is stored as Q2_0 \(ggml type 42\)"),
+    "trellis": (file_bytes(tensors=[tensor("a", [256], 153)], data=bytes(68)), r"stored as IQ2_KT \(ggml type 153\)"),
+    "rows side by side": (file_bytes(tensors=[tensor("a", [256], 339)], data=bytes(999)), "stored as a type of ik_l"),
     "rows for ARM": (file_bytes(tensors=[tensor("a", [32], 31)], data=bytes(18)), "'a' is stored as Q4_0 in an order"),
     "half a block": (file_bytes(tensors=[tensor("a", [33], 8)], data=bytes(68)), "Q8_0 blocks hold 32"),
     "misaligned": (file_bytes(tensors=[tensor("a", [4], 0, 4)], data=bytes(64)), "not aligned to 32"),
@@ -184,6 +186,18 @@ def test_shards(tmp_path: Path) -> None:
         open_gguf(renamed)
     with pytest.raises(FormatError, match="says that the model has no shards"):
         open_gguf(write(tmp_path, file_bytes(), "m-00000-of-00000.gguf"))
+
+
+def test_rows_with_a_scale_in_front_of_their_blocks(tmp_path: Path) -> None:
+    """A row of IQ4_KS is 4 bytes, then 136 for each 256 weights; one byte less is a truncated file."""
+    tensors = [tensor("a", [512, 3], 144), tensor("b", [4], 0, 832)]
+    data = bytes(range(256)) * 4
+    model = open_gguf(write(tmp_path, file_bytes([kv("general.architecture", 8, text("llama"))], tensors, data[:848])))
+    raw = model.raw("a")
+    assert (raw.qtype, raw.shape, raw.row_bytes, raw.nbytes) == (QuantType.IQ4_KS, (3, 512), 276, 828)
+    assert bytes(raw.data.numpy()) == data[:828]
+    with pytest.raises(FormatError, match="'b' overlap"):
+        open_gguf(write(tmp_path, file_bytes([], [tensors[0], tensor("b", [4], 0, 800)], data), "overlap.gguf"))
 
 
 def test_folders(tmp_path: Path) -> None:

@@ -11,23 +11,17 @@ from gguf import GGML_QUANT_SIZES
 
 from benchmarks.peers.llama_library import library_folder
 from ktransformers.errors import UnsupportedError, WeightError
+from ktransformers.kernels.iqk_blocks import IQK_VALUES
 from ktransformers.kernels.types import QuantType as T
+from ktransformers.kernels.types import row_bytes
 from ktransformers.weights.quantize.grid_search import GRID_TYPES
+from ktransformers.weights.quantize.iqk_search import IQK_WRITABLE
 from ktransformers.weights.quantize.write import QUANTIZABLE_TYPES, WRITABLE_TYPES, quantize, target_type
-
-
-def decoded(blocks: np.ndarray, qtype: T) -> np.ndarray:
-    """By gguf, which does not decode Q1_0 yet."""
-    if qtype is not T.Q1_0:
-        return gguf.quants.dequantize(blocks, qtype)
-    parts = blocks.reshape(-1, 18)
-    signs = 2 * (parts[:, 2:, None] >> np.arange(8) & 1).astype(np.float32).reshape(-1, 128) - 1
-    return (parts[:, :2].copy().view(np.float16).astype(np.float32) * signs).reshape(len(blocks), -1)
+from tests.support.checks.decoding import decoded
 
 
 def relative_rms(values: np.ndarray, qtype: T) -> float:
-    decoded = gguf.quants.dequantize(quantize(values, qtype), qtype)
-    return float(np.sqrt(((decoded - values) ** 2).mean() / (values**2).mean()))
+    return float(np.sqrt(((decoded(quantize(values, qtype), qtype) - values) ** 2).mean() / (values**2).mean()))
 
 
 def weights(rows: int = 16, cols: int = 1024, seed: int = 0) -> np.ndarray:
@@ -82,9 +76,9 @@ def test_symmetric_error_is_near_brute_force() -> None:
 def test_values_on_the_grid_survive(qtype: T) -> None:
     """A block whose values are scale * code comes back within the rounding of its fp16 scale (2**-11)."""
     codes = np.tile(np.arange(-8, 8, dtype=np.float32), (2, 16))
-    decoded = gguf.quants.dequantize(quantize(codes, qtype), qtype)
+    got = decoded(quantize(codes, qtype), qtype)
     steps = {T.Q8_0: 8 / 127 / 2, T.Q6_K: 8 / 32 / 2, T.Q5_K: 15 / 31 / 2}.get(qtype, 0.0)  # half a step off the grid
-    assert np.abs(decoded - codes).max() <= steps + 16 * 2.0**-9
+    assert np.abs(got - codes).max() <= steps + 16 * 2.0**-9
 
 
 @pytest.mark.parametrize("qtype", [t for t in WRITABLE_TYPES if t is not T.Q1_0])  # whose magnitudes are all alike
@@ -95,12 +89,12 @@ def test_special_blocks(qtype: T) -> None:
     values[3] = 1e-9  # its scale is below fp16's smallest
     values[4, 7] = -3.0  # one outlier
     values[5] = 65504.0
-    decoded = gguf.quants.dequantize(quantize(values, qtype), qtype)
-    assert (decoded[0] == 0).all()
+    got = decoded(quantize(values, qtype), qtype)
+    assert (got[0] == 0).all()
     last = 4 if qtype in GRID_TYPES else 5  # grids have no entries of one large value and zeros
-    assert np.abs(decoded - values).max(axis=1)[1:last].max() <= 3.0 * 2.0**-4
-    assert np.isfinite(decoded).all()
-    assert np.abs(decoded[5] / 65504 - 1).max() < 0.1
+    assert np.abs(got - values).max(axis=1)[1:last].max() <= 3.0 * 2.0**-4
+    assert np.isfinite(got).all()
+    assert np.abs(got[5] / 65504 - 1).max() < 0.1
 
 
 def test_q1_0_is_signs_and_the_mean_magnitude() -> None:
@@ -120,7 +114,7 @@ def test_q1_0_is_signs_and_the_mean_magnitude() -> None:
 def test_rows_do_not_depend_on_their_neighbours(qtype: T) -> None:
     values = weights(300, 512)
     whole = quantize(values, qtype)
-    assert whole.shape == (300, 512 // GGML_QUANT_SIZES[qtype][0] * GGML_QUANT_SIZES[qtype][1])
+    assert whole.shape == (300, row_bytes(qtype, 512))
     assert whole.dtype == np.uint8
     assert (whole[299:] == quantize(values[299:], qtype)).all()
     assert quantize(values[:0], qtype).shape == (0, whole.shape[1])
@@ -146,7 +140,8 @@ def test_target_type_falls_back_by_row_length() -> None:
 
 
 SEARCHED = (T.Q2_K, T.Q3_K, T.IQ4_NL, T.IQ4_XS, T.MXFP4, *GRID_TYPES)
-WEIGHTED = (*SEARCHED, T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1, T.Q4_K, T.Q5_K, T.Q6_K)
+LLAMA_CPPS = (*SEARCHED, T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1, T.Q4_K, T.Q5_K, T.Q6_K)
+WEIGHTED = (*LLAMA_CPPS, *IQK_WRITABLE)
 
 
 def weighted_error(values: np.ndarray, blocks: np.ndarray, qtype: T, importance: np.ndarray | None) -> float:
@@ -192,6 +187,39 @@ def test_mxfp4_takes_the_power_of_two_that_errs_least() -> None:
     assert relative_rms(values, T.MXFP4) == pytest.approx(best, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("qtype", "other"),
+    [(T.IQ4_KS, T.IQ4_XS), (T.IQ4_K, T.Q4_K), (T.IQ5_K, T.Q5_K), (T.IQ3_K, T.IQ3_S), (T.IQ4_K, T.IQ4_NL)],
+)
+def test_ik_llama_cpps_types_err_less_than_others_of_their_size(qtype: T, other: T) -> None:
+    assert row_bytes(qtype, 1024) <= row_bytes(other, 1024) + 4
+    for values in (weights(), laplace()):
+        assert relative_rms(values, qtype) < relative_rms(values, other)
+
+
+def best_of_two_tables(values: np.ndarray, qtype: T, scales: np.ndarray) -> float:
+    """Brute force: the relative error where each sub-block has the best of `scales` times its largest value, and the
+    better of both tables.
+    """
+    known = IQK_VALUES[qtype]
+    x = values.reshape(-1, 256 // known.subs).astype(np.float64)
+    largest, best = np.abs(x).max(1, keepdims=True), np.full(len(x), np.inf)
+    for scale in scales:
+        for table in (np.array(known.values), np.array(known.values) + known.shift):
+            grid = largest * scale * table
+            best = np.minimum(best, (np.abs(x[:, :, None] - grid[:, None, :]).min(axis=2) ** 2).sum(1))
+    return float(np.sqrt(best.sum() / (x**2).sum()))
+
+
+@pytest.mark.parametrize(("qtype", "slack"), [(T.IQ4_KS, 1.03), (T.IQ4_K, 1.04), (T.IQ3_K, 1.04), (T.IQ2_K, 1.13)])
+def test_the_better_of_two_tables_is_found(qtype: T, slack: float) -> None:
+    """The slack is what scales of 7, 6, 5 and 4 bits cost."""
+    largest = max(abs(value) for value in IQK_VALUES[qtype].values)
+    steps = np.linspace(0.7 / largest, 3.0 / largest, 160)
+    bound = best_of_two_tables(weights(4), qtype, np.concatenate([steps, -steps]))
+    assert relative_rms(weights(4), qtype) <= slack * bound
+
+
 @pytest.mark.parametrize("qtype", WEIGHTED)
 def test_columns_that_matter_err_less(qtype: T) -> None:
     """By their own measure weighted blocks are better than plain ones, and no better by the plain one."""
@@ -223,7 +251,7 @@ def by_llama_cpp(values: np.ndarray, qtype: T, importance: np.ndarray | None) ->
 
 @pytest.mark.skipif(library_folder() is None, reason="llama-cpp-python is not installed")
 @pytest.mark.parametrize("is_weighted", [False, True])
-@pytest.mark.parametrize("qtype", [*WEIGHTED, T.Q8_0, T.TQ1_0, T.TQ2_0, T.Q1_0])
+@pytest.mark.parametrize("qtype", [*LLAMA_CPPS, T.Q8_0, T.TQ1_0, T.TQ2_0, T.Q1_0])
 def test_errors_are_at_most_those_of_llama_cpp(qtype: T, is_weighted: bool) -> None:
     importance = importances(2048) if is_weighted else None
     if qtype in GRID_TYPES and importance is None:

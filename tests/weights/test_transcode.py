@@ -11,9 +11,10 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.cpu import NATIVE_TYPES, PACKED_TYPES
 from ktransformers.kernels.formats import FORMATS
 from ktransformers.kernels.types import QuantType as T
-from ktransformers.kernels.types import RawTensor, block_size, type_size
+from ktransformers.kernels.types import RawTensor, block_size, row_bytes, type_size
 from ktransformers.weights.quantize.transcode import dequantize, resident_type, transcode
 from tests.support.checks import decoding
+from tests.support.checks.decoding import parts_of_rows, set_row_scales
 
 DECODABLE = sorted({*map(T, gguf.quants._type_traits)} | PACKED_TYPES)
 FLOATS = (T.F32, T.F16, T.BF16)
@@ -36,13 +37,16 @@ def random_blocks(qtype: T, rows: int = 5, blocks: int = 3) -> RawTensor:
         return RawTensor.from_tensor(
             values.to({T.F32: torch.float32, T.F16: torch.float16, T.BF16: torch.bfloat16}[qtype])
         )
-    data = rng.integers(0, 256, size=(rows * blocks, nbytes), dtype=np.uint8)
+    stored = rng.integers(0, 256, size=(rows, row_bytes(qtype, blocks * block)), dtype=np.uint8)
+    heads, by_row = parts_of_rows(stored, qtype)
+    set_row_scales(heads, rng.standard_normal(rows) * 0.01)
+    data = by_row.reshape(-1, nbytes)  # a view, where there is something to set
     if qtype is T.IQ1_M:
         data[:, 55] &= 0x3F  # the top nibble of the last scale word is the top of its fp16 scale
     for at in FORMATS[qtype].halves:
         scale = (rng.standard_normal(len(data)) * 0.01).astype(np.float16)
         data[:, at : at + 2] = scale.view(np.uint8).reshape(-1, 2)
-    return RawTensor(torch.from_numpy(data.reshape(-1)), qtype, (rows, blocks * block))
+    return RawTensor(torch.from_numpy(stored.reshape(-1)), qtype, (rows, blocks * block))
 
 
 def decoded(raw: RawTensor) -> np.ndarray:

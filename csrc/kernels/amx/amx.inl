@@ -215,7 +215,7 @@ inline void split_planes(const uint8_t* packed, const uint8_t* p, int64_t b, Til
       split_ternary<P>(p, planes);
     else
       for (int g = 0; g < 4; ++g) split_group<P>(p, g, planes);
-    store(scales.d, P::F::has_min ? load_f16(p) : block_d(packed, b));
+    store(scales.d, super_d<P>(packed, p, b));
   }
   if constexpr (P::F::has_min) {
     store(scales.dmin, load_f16(p + 32));
@@ -289,7 +289,7 @@ inline void add_planes(const TileScales& scales, const TokenPiece& rows, int fir
 // Super-block b of `count` tiles of weights of one type.
 template <class P>
 void amx256_block(const TileArgs* a, int count, const TokenPiece& rows, const TokenTiles& tiles, int64_t b) {
-  const int64_t blocks = a->k / 256, head = P::F::has_min ? 0 : head_bytes(blocks), at = head + b * P::bytes;
+  const int64_t blocks = a->k / 256, head = super_head<P>(blocks), at = head + b * P::bytes;
   TilePlanes planes[2];
   TileScales scales[4];  // an item's are read two items later
   NextLines next(nullptr, 0, 1);

@@ -53,7 +53,7 @@ template <class P> struct Steps256 {
   static constexpr bool is_direct = false;
   static constexpr int64_t step_bytes = P::bytes / 8;
   static constexpr bool is_nibbles = std::is_same_v<P, PackedQ4K> || std::is_same_v<P, PackedIQ4XS>;
-  static int64_t head(int64_t k) { return P::F::has_min ? 0 : head_bytes(k / 256); }
+  static int64_t head(int64_t k) { return super_head<P>(k / 256); }
 
   template <int HALF, int I> static void lines(const uint8_t* p, int g, const Affine* f, vf table, uint16_t* out) {
     if constexpr (I < 8) {
@@ -70,7 +70,7 @@ template <class P> struct Steps256 {
   // Of sub-block j of the 256 columns.
   static Affine affine(const uint8_t* packed, const uint8_t* p, int64_t b, int j) {
     const vi pair = load_scales<P>(p, j / 2);
-    const vf d = P::F::has_min ? load_f16(p) : block_d(packed, b);
+    const vf d = super_d<P>(packed, p, b);
     const vf scale = mul(mul(d, set1(kBeforeCut)), to_float(j % 2 == 0 ? lane_scale_low(pair) : lane_scale_high(pair)));
     vf offset = zero();
     if constexpr (P::F::has_min) {

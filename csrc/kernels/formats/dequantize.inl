@@ -12,8 +12,13 @@ void dequantize_row(QType type, const uint8_t* row, int64_t k, float* out) {
     else if constexpr (info.kernels == Kernels::Grid)
       Dequantizer<info.type>::row(row, k, out);
     else if constexpr (info.kernels != Kernels::Fp8)
-      for (int64_t b = 0; b < k / info.block; ++b)
-        Dequantizer<info.type>::block(row + info.bytes * b, out + info.block * b);
+      for (int64_t b = 0; b < k / info.block; ++b) {
+        if constexpr (info.row_head > 0)
+          Dequantizer<info.type>::scaled(row + info.row_head + info.bytes * b, row_scale<info.row_head>(row),
+                                         out + info.block * b);
+        else
+          Dequantizer<info.type>::block(row + info.bytes * b, out + info.block * b);
+      }
   });
 }
 

@@ -39,7 +39,8 @@ template <class P> struct StepsSmall;
 template <class P> struct StepsTernary;
 template <class P> struct StepsGrid;
 
-// How a block of a type in rows becomes fp32: block(bytes, out). Specializations stand beside the layouts.
+// How a block of a type in rows becomes fp32: block(bytes, out), or, of a type with a scale for whole rows,
+// scaled(bytes, scale, out). Specializations stand beside the layouts.
 template <QType> struct Dequantizer;
 
 // What computes with a type in rows without re-laying them: F is its layout. void: blocks are re-laid one at a time.

@@ -7,7 +7,7 @@
 //   Q6_K 210 B / 256: ql[128]; qh[64]; int8 sc[16]; half d                        w = d sc (q - 32)
 //  MXFP4  17 B / 32:  e8m0 exponent e; nibbles qs[16] as in Q4_0                    w = 2^(e - 128) table[q]
 // Blocks are read at any alignment and never past their end. Weights in groups: packed/groups.inl;
-// IQ4_XS and types of ik_llama.cpp: packed/signed.inl.
+// IQ4_XS: packed/signed.inl, types of ik_llama.cpp: packed/iqk.inl.
 
 namespace {
 

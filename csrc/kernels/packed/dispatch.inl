@@ -53,7 +53,15 @@ template <class Format> void relaid_tile_of(const TileArgs& a) {
   alignas(64) uint8_t room[max_packed_bytes() + 64];
   for (int64_t b = 0; b < a.k / block; ++b) {
     const uint8_t* rows[kTileRows];
-    for (int r = 0; r < kTileRows; ++r) rows[r] = a.rows[r] + b * Format::info.bytes;
+    [[maybe_unused]] uint8_t joined[kTileRows][Format::info.row_head + Format::info.bytes];
+    for (int r = 0; r < kTileRows; ++r) {
+      rows[r] = a.rows[r] + Format::info.row_head + b * Format::info.bytes;
+      if constexpr (Format::info.row_head > 0) {  // a row of one block
+        std::memcpy(joined[r], a.rows[r], Format::info.row_head);
+        std::memcpy(joined[r] + Format::info.row_head, rows[r], Format::info.bytes);
+        rows[r] = joined[r];
+      }
+    }
     pack_tile(Format::type, rows, block, room);
     TileArgs one = a;
     one.packed = room;

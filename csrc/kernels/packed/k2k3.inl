@@ -11,13 +11,14 @@ namespace {
 
 struct PackedQ2K {
   using F = FormatQ2K;
+  static constexpr int upper_bits = 0;
   static constexpr int64_t bytes = 64 + 256 + 1024, scales = 64, minima = 64, lines = 320;
   template <int I> static wb low(const uint8_t*, int, wb line) { return move_bits<I / 4 * 2, 0>(line, 3); }
   template <int I> static wb high(const uint8_t*, int, wb line) { return move_bits<4 + I / 4 * 2, 0>(line, 3); }
 };
 struct PackedQ3K {
   using F = FormatQ3K;
-  static constexpr int offset = 4;
+  static constexpr int offset = 4, upper_bits = 1;
   static constexpr int64_t bytes = 256 + 1024 + 512, scales = 0, minima = 0, lines = 256, bits = 256 + 1024;
   template <int I> static wb low(const uint8_t* p, int g, wb line) {
     return or_bytes(move_bits<I / 4 * 2, 0>(line, 3), move_bits<I, 2>(load_wb(p + bits + 128 * g), 1));
@@ -38,23 +39,10 @@ template <> inline vi load_minima<PackedQ2K>(const uint8_t* p, int j) {
 }
 template <> inline vi load_minima<PackedQ3K>(const uint8_t* p, int j) { return times4(pairs_s8(p + 32 * j)); }
 
-template <class P> void pack_two_bits(const uint8_t* steps, uint8_t* out) {
-  for (int step = 0; step < 64; ++step) {
-    const int g = step / 16, at = step % 16;
-    const uint8_t* q = steps + 64 * step;
-    uint8_t* line = out + P::lines + 64 * (4 * g + at % 4);
-    for (int i = 0; i < 64; ++i) line[i] = static_cast<uint8_t>(line[i] | (q[i] & 3) << (at / 4 * 2));
-    if constexpr (std::is_same_v<P, PackedQ3K>) {
-      uint8_t* bits = out + P::bits + 128 * g + 64 * (at / 8);
-      for (int i = 0; i < 64; ++i) bits[i] = static_cast<uint8_t>(bits[i] | (q[i] >> 2) << (at % 8));
-    }
-  }
-}
-
 template <class P> void pack_tile_k2k3(const uint8_t* const* rows, int64_t k, uint8_t* out) {
   using F = typename P::F;
   const int64_t blocks = k / 256, head = F::has_min ? 0 : head_bytes(blocks);
-  std::memset(out, 0, static_cast<size_t>(head + blocks * P::bytes));
+  std::memset(out, 0, static_cast<size_t>(head));
   for (int64_t b = 0; b < blocks; ++b) {
     uint8_t* to = out + head + b * P::bytes;
     alignas(64) uint8_t unpacked[16][kTileCols], steps[kTileCols * 16];
@@ -73,7 +61,7 @@ template <class P> void pack_tile_k2k3(const uint8_t* const* rows, int64_t k, ui
       }
     }
     interleave(unpacked, kTileCols, steps);
-    pack_two_bits<P>(steps, to);
+    pack_steps<P>(steps, to);
   }
 }
 

@@ -63,7 +63,7 @@ template <class P, int C> void narrow256_few(const TileArgs& a, int t) {
       narrow_half<P, C, false, 0>(p, g, y, pairs, total);
       narrow_half<P, C, true, 0>(p, g, y, pairs, total);
     }
-    const vf d = F::has_min ? load_f16(p) : block_d(a.packed, b);
+    const vf d = super_d<P>(a.packed, p, b);
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) {
       vi low = set1i(0);

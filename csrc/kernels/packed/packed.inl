@@ -11,7 +11,7 @@
 //   Q6_K  256 columns   scales, 32 lines, 16 lines of upper bits                            210 B
 //   MXFP4  32 columns   4 lines as Q4_0; the head holds bytes e instead of halves            17 B
 //   those of formats/low.inl: packed/k2k3.inl, packed/ternary.inl, packed/small.inl; of signed values:
-//   packed/signed.inl
+//   packed/signed.inl, packed/iqk.inl
 //
 // Lines of 256 columns: line 8 g + i holds step 16 g + i in its low and step 16 g + 8 + i in its high nibbles (g < 4).
 // Fifth bits: line 2 g holds bit i of step 16 g + i in bit i, line 2 g + 1 that of step 16 g + 8 + i.
@@ -54,9 +54,16 @@ template <class P> inline wb group_line(const uint8_t* p, int g, int i) {
   return load_wb(p + P::lines + 64 * (kGroupRun<P> * g + i % kGroupRun<P>));
 }
 
-// Of a type with a bit b for every sub-block that adds 1 << kShiftAt to its values; its scales are packed as 2 scale +
-// b.
-template <class F> constexpr int kShiftAt = 0;
+// Of a type with a bit b for every sub-block: what the bit adds to its values (signed.inl).
+template <class F> constexpr int kShiftBy = 0;
+// Of a type with one scale for a whole row: the bytes in front of a row's blocks. A tile's head has it as fp32.
+template <class F> constexpr int kRowHead = 0;
+template <int BYTES> inline float row_scale(const uint8_t* row) {
+  if constexpr (BYTES == 2) return half_to_float(row);
+  float d;
+  std::memcpy(&d, row, 4);
+  return d;
+}
 
 // A packed type says
 //   upper_bits                the bits of a code above its nibble: 0, 1 or 2, which are lines of their own at `bits`
@@ -105,10 +112,8 @@ struct PackedQ6K {
 
 template <class P> inline vi load_scales(const uint8_t* p, int j) {
   if constexpr (P::F::has_min) return pairs_u8(p + P::scales + 32 * j);
-  const vi pair = pairs_s8(p + P::scales + 32 * j);
-  if constexpr (kShiftAt<typename P::F> > 0)
-    return ori(andi(sar<1>(lane_scale_low(pair)), set1i(0xffff)), shl<16>(sar<1>(lane_scale_high(pair))));
-  return pair;
+  if constexpr (kShiftBy<typename P::F> > 0) return P::scale_pair(p, j);
+  return pairs_s8(p + P::scales + 32 * j);
 }
 template <class P> inline vi load_minima(const uint8_t* p, int j) {
   if constexpr (P::F::has_min) return pairs_u8(p + P::minima + 32 * j);
@@ -132,8 +137,17 @@ inline void prefetch_head(const uint8_t* tile, int64_t bytes) {
   for (int64_t o = 0; o < bytes; o += 64) prefetch_line(tile + o + kAheadPacked);
 }
 
+template <class P> inline int64_t super_head(int64_t blocks) {
+  if constexpr (kRowHead<typename P::F> > 0) return kFloats;
+  return P::F::has_min ? 0 : head_bytes(blocks);
+}
+// The numbers d of block b, which begins at p.
+template <class P> inline vf super_d(const uint8_t* tile, [[maybe_unused]] const uint8_t* p, int64_t b) {
+  if constexpr (kRowHead<typename P::F> > 0) return load(reinterpret_cast<const float*>(tile));
+  return P::F::has_min ? load_f16(p) : block_d(tile, b);
+}
 template <class P> inline const uint8_t* first_block(const uint8_t* tile, int64_t blocks) {
-  const int64_t head = P::F::has_min ? 0 : head_bytes(blocks);
+  const int64_t head = super_head<P>(blocks);
   prefetch_head(tile, head);
   return tile + head;
 }
@@ -204,7 +218,7 @@ template <class P, int C> void packed256_few(const TileArgs& a, int t) {
 #pragma GCC unroll 16
       for (int c = 0; c < C; ++c) low[c] = pair_dot(low[c], minima, sums[c] + 2 * j);
     }
-    const vf d = F::has_min ? load_f16(p) : block_d(a.packed, b);
+    const vf d = super_d<P>(a.packed, p, b);
     const vf dmin = F::has_min ? load_f16(p + 32) : zero();
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) {
@@ -239,7 +253,7 @@ template <class P> void packed256_many(const TileArgs& a) {
       storei(st.sc + 32 * j + 16, scale_high(pair));
       storei(st.m + 16 * j, load_minima<P>(p, j));
     }
-    store(st.d, F::has_min ? load_f16(p) : block_d(a.packed, b));
+    store(st.d, super_d<P>(a.packed, p, b));
     if (F::has_min) store(st.dmin, load_f16(p + 32));
     q256_tokens<F, kQuantTokens>(a, st, b, 0);
   }

@@ -17,38 +17,47 @@ inline void join_nibbles(const uint8_t* low, const uint8_t* high, int bytes, uin
     store_word(out + i, (load_word(low + i) & all_bytes(15)) | (load_word(high + i) & all_bytes(15)) << 4);
 }
 
-// A line of what COUNT steps, STRIDE bytes apart, have above their nibbles, BITS of each, from the lowest up.
-template <int COUNT, int BITS, int STRIDE> inline void join_upper(const uint8_t* steps, uint8_t* out) {
+// A line of bits FROM .. FROM + BITS - 1 of COUNT steps, STRIDE bytes apart, from the lowest up.
+template <int FROM, int COUNT, int BITS, int STRIDE> inline void join_bits(const uint8_t* steps, uint8_t* out) {
   for (int i = 0; i < 64; i += 8) {
     uint64_t word = 0;
     for (int j = 0; j < COUNT; ++j)
-      word |= (load_word(steps + STRIDE * j + i) >> 4 & all_bytes((1 << BITS) - 1)) << (BITS * j);
+      word |= (load_word(steps + STRIDE * j + i) >> FROM & all_bytes((1 << BITS) - 1)) << (BITS * j);
     store_word(out + i, word);
   }
 }
 
 // 64 steps of unpacked weights into lines.
 template <class P> void pack_steps(const uint8_t* steps, uint8_t* out) {
+  constexpr int low_bits = kGroupRun<P> == 8 ? 4 : 2;
   for (int g = 0; g < 4; ++g) {
     const uint8_t* q = steps + 1024 * g;
-    join_nibbles(q, q + 512, 512, out + P::lines + 512 * g);
+    if constexpr (low_bits == 4)
+      join_nibbles(q, q + 512, 512, out + P::lines + 512 * g);
+    else
+      for (int i = 0; i < 4; ++i) join_bits<0, 4, 2, 256>(q + 64 * i, out + P::lines + 256 * g + 64 * i);
     if constexpr (P::upper_bits == 1)
-      for (int half = 0; half < 2; ++half) join_upper<8, 1, 64>(q + 512 * half, out + P::bits + 128 * g + 64 * half);
+      for (int half = 0; half < 2; ++half)
+        join_bits<low_bits, 8, 1, 64>(q + 512 * half, out + P::bits + 128 * g + 64 * half);
     if constexpr (P::upper_bits == 2)
-      for (int i = 0; i < 4; ++i) join_upper<4, 2, 256>(q + 64 * i, out + P::bits + 256 * g + 64 * i);
+      for (int i = 0; i < 4; ++i) join_bits<low_bits, 4, 2, 256>(q + 64 * i, out + P::bits + 256 * g + 64 * i);
   }
 }
 
 template <class P> void pack_block256(const uint8_t* const* rows, int64_t b, uint8_t* out, uint8_t* head) {
   using F = typename P::F;
   alignas(64) uint8_t unpacked[16][kTileCols], steps[kTileCols * 16];
-  for (int r = 0; r < 16; ++r) unpack256<F>(rows[r] + b * F::bytes, unpacked[r]);
+  const auto block = [&](int r) { return rows[r] + kRowHead<F> + b * F::bytes; };
+  for (int r = 0; r < 16; ++r) unpack256<F>(block(r), unpacked[r]);
   interleave(unpacked, kTileCols, steps);
   pack_steps<P>(steps, out);
   for (int r = 0; r < 16; ++r) {
-    const uint8_t* p = rows[r] + b * F::bytes;
+    const uint8_t* p = block(r);
     P::pack_scales(p, r, out);
-    if constexpr (F::has_min) {
+    if constexpr (kRowHead<F> > 0) {
+      const float d = row_scale<kRowHead<F>>(rows[r]);
+      std::memcpy(head + 4 * r, &d, 4);
+    } else if constexpr (F::has_min) {
       std::memcpy(out + 2 * r, p, 2);
       std::memcpy(out + 32 + 2 * r, p + 2, 2);
     } else {
@@ -58,7 +67,7 @@ template <class P> void pack_block256(const uint8_t* const* rows, int64_t b, uin
 }
 
 template <class P> void pack_tile256(const uint8_t* const* rows, int64_t k, uint8_t* out) {
-  const int64_t blocks = k / 256, head = P::F::has_min ? 0 : head_bytes(blocks);
+  const int64_t blocks = k / 256, head = super_head<P>(blocks);
   std::memset(out, 0, static_cast<size_t>(head));
   for (int64_t b = 0; b < blocks; ++b) pack_block256<P>(rows, b, out + head + b * P::bytes, out);
 }

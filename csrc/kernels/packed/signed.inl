@@ -1,42 +1,60 @@
-// Super-blocks of signed values, which codes look up: IQ4_XS and, of ik_llama.cpp, IQ4_K and IQ5_K. How they lie in
-// rows and in tiles, and their products with few tokens. Included by a tier file after packing.inl. Blocks in rows:
+// Super-blocks of signed values, which codes look up: how they lie in tiles, their products with few tokens, and
+// IQ4_XS. Included by a tier file after packing.inl; the other types are in iqk.inl. In rows:
 //   IQ4_XS 136 B / 256: half d; 6-bit sc[8] in 2 + 4 B; nibbles qs[128]                   w = d (sc - 32) table[q]
-//   IQ4_K  144 B / 256: half d; a bit b for every 16 weights in 2 B; 6-bit sc[16] in 4 + 8 B; nibbles qs[128]
-//                                                                                   w = d (sc - 32) (table[q] + 4 b)
-//   IQ5_K  176 B / 256: the same, nibbles as in Q4_K, then their fifth bits qh[32] as in Q5_K
-//                                                                                   w = d (sc - 32) (table[q] + 2 b)
-// and in a tile (see packed.inl), after the scales: 32 lines as Q4_K, and 8 of fifth bits as Q5_K. With the bit b a
-// scale is 2 (sc - 32) + b.
+// and in a tile (see packed.inl), after the scales, 32 lines as Q4_K or 16 as Q2_K (k2k3.inl), and what codes have
+// above these bits as Q5_K or Q6_K.
 
 namespace {
 
 // ---- the types, one by one ----
 
-// What they share once packed. T has values<FLIP, IS_HIGH>(p, g, i, nibbles): those of step 16 g + 8 IS_HIGH + i, with
-// some bits flipped. low and high give value + 128, for tiles (amx.inl); the kernels here use signed values.
+// What a bit b adds to values.
+template <int BY> constexpr int8_t kShiftValues[16] = {0, BY};
+template <int BY> constexpr ByteTable kShifts(kShiftValues<BY>, 0);
+
+// What they share once packed. T has values<FLIP, IS_HIGH>(p, g, i, codes): those of step 16 g + 8 IS_HIGH + i, whose
+// bits in lines are `codes`, with some bits flipped. low and high give value + 128, for tiles (amx.inl); the kernels
+// here use signed values.
 template <class T, class Layout> struct PackedSigned {
   using F = Layout;
   static constexpr int offset = 128;
   static constexpr int64_t scales = 0, minima = 0, lines = 16 * F::subs;
   // What is added to the values of sub-block 2 j + ODD, as bytes of every row; of types without b a number, not used.
+  // The bit is the lowest one of the byte that codes the scale.
   template <int ODD> static auto shift([[maybe_unused]] const uint8_t* p, [[maybe_unused]] int j) {
-    if constexpr (kShiftAt<F> > 0) {
+    if constexpr (kShiftBy<F> > 0) {
       alignas(64) int32_t pairs[16];
       storei(pairs, pairs_u8(p + scales + 32 * j));
-      return move_bits<0, kShiftAt<F>>(spread_byte<2 * ODD>(load_wb(reinterpret_cast<const uint8_t*>(pairs))), 1);
+      const wb bytes = spread_byte<2 * ODD>(load_wb(reinterpret_cast<const uint8_t*>(pairs)));
+      return lookup16(move_bits<0, 0>(bytes, 1), kShifts<kShiftBy<F>>.v);
     } else {
       return 0;
     }
   }
+  // Of the sub-block of step 16 g + 8 IS_HIGH + I.
+  template <int I, int IS_HIGH> static auto shift_at(const uint8_t* p, int g) {
+    if constexpr (F::subs == 16)
+      return T::template shift<I / 4>(p, 2 * g + IS_HIGH);
+    else
+      return T::template shift<IS_HIGH>(p, g);
+  }
   template <class Shift> static wb shifted(wb values, [[maybe_unused]] Shift shift) {
-    if constexpr (kShiftAt<F> > 0) return add_bytes(values, shift);
+    if constexpr (kShiftBy<F> > 0) return add_bytes(values, shift);
     return values;
   }
+  template <uint8_t FLIP, int IS_HIGH> static wb looked_up(const uint8_t* p, int g, int i, wb line) {
+    wb codes;
+    if constexpr (kGroupRun<T> == 4)
+      codes = bits_from(line, 4 * IS_HIGH + i / 4 * 2, 3);
+    else
+      codes = IS_HIGH ? high_nibbles(line) : low_nibbles(line);
+    return T::template values<FLIP, IS_HIGH>(p, g, i, codes);
+  }
   template <int I> static wb low(const uint8_t* p, int g, wb line) {
-    return shifted(T::template values<0x80, 0>(p, g, I, low_nibbles(line)), shift<I / 4>(p, 2 * g));
+    return shifted(looked_up<0x80, 0>(p, g, I, line), shift_at<I, 0>(p, g));
   }
   template <int I> static wb high(const uint8_t* p, int g, wb line) {
-    return shifted(T::template values<0x80, 1>(p, g, I, high_nibbles(line)), shift<I / 4>(p, 2 * g + 1));
+    return shifted(looked_up<0x80, 1>(p, g, I, line), shift_at<I, 1>(p, g));
   }
 };
 
@@ -44,8 +62,12 @@ template <class P, int C> void packed_signed_few(const TileArgs& a, int t);
 template <class P> struct FewSigned {
   template <int C> static void run(const TileArgs& a, int t) { packed_signed_few<P, C>(a, t); }
 };
+template <class P> void packed_signed_many(const TileArgs& a);
 template <class P> struct KernelSigned : Kernel256<P> {
-  static void tile(const TileArgs& a) { in_few_parts<FewSigned<P>>(a); }
+  static void tile(const TileArgs& a) {
+    if (a.num_tokens <= kFewPacked) return in_few_parts<FewSigned<P>>(a);
+    packed_signed_many<P>(a);
+  }
 };
 
 template <uint8_t FLIP> constexpr ByteTable kIq4Table(kIq4Values, FLIP);
@@ -85,89 +107,6 @@ struct PackedIQ4XS : PackedSigned<PackedIQ4XS, FormatIQ4XS> {
 };
 template <> struct Kernel<QType::IQ4_XS> : KernelSigned<PackedIQ4XS> {};
 
-// ---- of ik_llama.cpp, with a bit b for every sub-block ----
-
-// Sub-block s: its scale, from -32 to 31 (4 bits in scales_l, 2 in scales_h), and b.
-struct IqkScale { int scale, b; };
-inline IqkScale iqk_scale(const uint8_t* p, int s) {
-  const int low = p[8 + s / 2] >> (s % 2 * 4) & 15, high = p[4 + s / 4] >> (s % 4 * 2) & 3;
-  return {(low | high << 4) - 32, p[2 + s / 8] >> (s % 8) & 1};
-}
-template <class F> struct IqkDequantizer {
-  static void block(const uint8_t* p, float* out) {
-    uint8_t q[256];
-    unpack256<F>(p, q);
-    const float d = half_to_float(p);
-    for (int s = 0; s < 16; ++s) {
-      const IqkScale sub = iqk_scale(p, s);
-      const float ds = d * static_cast<float>(sub.scale);
-      for (int i = 0; i < 16; ++i)
-        out[16 * s + i] = ds * static_cast<float>(F::table[q[16 * s + i]] + (sub.b << kShiftAt<F>));
-    }
-  }
-};
-template <class T, class Layout> struct PackedIqk : PackedSigned<T, Layout> {
-  static void pack_scales(const uint8_t* p, int r, uint8_t* out) {
-    for (int s = 0; s < 16; ++s) {
-      const IqkScale sub = iqk_scale(p, s);
-      pack_pair(out + PackedSigned<T, Layout>::scales, s, r, static_cast<uint8_t>(2 * sub.scale + sub.b));
-    }
-  }
-};
-
-struct FormatIQ4K {
-  static constexpr int bytes = 144, subs = 16, d_at = 0;
-  static constexpr bool has_min = false;
-  static constexpr const int8_t* table = kIq4Values;
-  template <int S> static vb chunk(const uint8_t* p) { return nibbles16(p + 16 + 16 * S); }
-};
-template <> constexpr int kShiftAt<FormatIQ4K> = 2;
-template <> struct Dequantizer<QType::IQ4_K> : IqkDequantizer<FormatIQ4K> {};
-struct PackedIQ4K : PackedIqk<PackedIQ4K, FormatIQ4K> {
-  static constexpr int upper_bits = 0;
-  static constexpr int64_t bytes = 256 + 2048;
-  template <uint8_t FLIP, int IS_HIGH> static wb values(const uint8_t*, int, int, wb nibbles) {
-    return lookup16(nibbles, kIq4Table<FLIP>.v);
-  }
-};
-template <> struct Kernel<QType::IQ4_K> : KernelSigned<PackedIQ4K> {};
-
-constexpr int8_t kIq5Values[32] = {-126, -114, -103, -92, -83, -74, -65, -57, -50, -43, -36, -30, -24, -18, -12, -6,
-                                   -1,   5,    11,   17,  23,  29,  36,  43,  51,  59,  68,  77,  87,  97,  109, 121};
-struct FormatIQ5K {
-  static constexpr int bytes = 176, subs = 16, d_at = 0;
-  static constexpr bool has_min = false;
-  static constexpr const int8_t* table = kIq5Values;
-  template <int S> static vb chunk(const uint8_t* p) {
-    const vb x = loadb(p + 16 + 32 * (S / 2)), high = loadb(p + 144);
-    const vb low = S % 2 == 0 ? andb(x, 15) : shr_mask<4>(x, 15);
-    if constexpr (S < 4) return orb(low, mask_shl<4 - S>(high, 1 << S));
-    return orb(low, shr_mask<(S < 4 ? 0 : S - 4)>(high, 16));
-  }
-};
-template <> constexpr int kShiftAt<FormatIQ5K> = 1;
-template <> struct Dequantizer<QType::IQ5_K> : IqkDequantizer<FormatIQ5K> {};
-// Values of nibbles, what makes those of codes from 16 on of them, and a mask of bits 0.
-template <uint8_t FLIP> constexpr ByteTable kIq5First(kIq5Values, FLIP);
-constexpr ByteTable make_iq5_change() {
-  ByteTable table(kIq5Values, 0), second(kIq5Values + 16, 0);
-  for (int i = 0; i < 16; ++i) table.v[i] = static_cast<uint8_t>(table.v[i] ^ second.v[i]);
-  return table;
-}
-constexpr int8_t kOnlyFirst[16] = {-1};
-constexpr ByteTable kIq5Change = make_iq5_change(), kUnlessSet(kOnlyFirst, 0);
-struct PackedIQ5K : PackedIqk<PackedIQ5K, FormatIQ5K> {
-  static constexpr int upper_bits = 1;
-  static constexpr int64_t bytes = 256 + 2048 + 512, bits = 256 + 2048;
-  template <uint8_t FLIP, int IS_HIGH> static wb values(const uint8_t* p, int g, int i, wb nibbles) {
-    const wb fifth = bits_from(load_wb(p + bits + 128 * g + 64 * IS_HIGH), i, 1);
-    const wb mask = lookup16(fifth, kUnlessSet.v), change = lookup16(nibbles, kIq5Change.v);
-    // change & ~mask: nothing where the fifth bit is 0
-    return xor_bytes(lookup16(nibbles, kIq5First<FLIP>.v), xor_bytes(mask, or_bytes(change, mask)));
-  }
-};
-template <> struct Kernel<QType::IQ5_K> : KernelSigned<PackedIQ5K> {};
-
 // ---- products with few tokens ----
 
 // Sums of one sub-block in the low and of one in the high nibbles of group g: those of line FIRST and the following.
@@ -175,11 +114,11 @@ template <class P, int C, int FIRST, bool LOW, bool HIGH>
 inline void signed_lines(const uint8_t* p, int g, const int8_t* const* y, const int16_t* const* sums, vi* low,
                          vi* high) {
   constexpr int subs = P::F::subs / 8, sub = FIRST / 4;  // of the nibbles of 8 lines: 1 or 2
-  [[maybe_unused]] const auto low_shift = P::template shift<sub>(p, 2 * g),
-                              high_shift = P::template shift<sub>(p, 2 * g + 1);
-  const uint8_t* lines = p + P::lines + 512 * g;
+  [[maybe_unused]] const auto low_shift = P::template shift_at<FIRST, 0>(p, g),
+                              high_shift = P::template shift_at<FIRST, 1>(p, g);
   if constexpr (LOW && P::upper_bits > 0)
-    for (int i = sub; i < 2; i += subs) prefetch_line(p + P::bits + 128 * g + 64 * i + kAheadPacked);
+    for (int i = sub; i < 2 * P::upper_bits; i += subs)
+      prefetch_line(p + P::bits + 128 * P::upper_bits * g + 64 * i + kAheadPacked);
 #pragma GCC unroll 16
   for (int c = 0; c < C; ++c) {
     if constexpr (LOW) low[c] = sdot_init(sums[c][2 * subs * g + sub]);
@@ -187,15 +126,15 @@ inline void signed_lines(const uint8_t* p, int g, const int8_t* const* y, const 
   }
 #pragma GCC unroll kStepUnroll
   for (int i = FIRST; i < FIRST + 8 / subs; ++i) {
-    if constexpr (LOW) prefetch_line(lines + 64 * i + kAheadPacked);
-    const wb line = load_wb(lines + 64 * i);
+    if (LOW && i < kGroupRun<P>) prefetch_line(p + P::lines + 64 * (kGroupRun<P> * g + i) + kAheadPacked);
+    const wb line = group_line<P>(p, g, i);
     if constexpr (LOW) {
-      const wb w = P::shifted(P::template values<kSignFlip, 0>(p, g, i, low_nibbles(line)), low_shift);
+      const wb w = P::shifted(P::template looked_up<kSignFlip, 0>(p, g, i, line), low_shift);
 #pragma GCC unroll 16
       for (int c = 0; c < C; ++c) low[c] = sdot(low[c], w, y[c] + 4 * (16 * g + i));
     }
     if constexpr (HIGH) {
-      const wb w = P::shifted(P::template values<kSignFlip, 1>(p, g, i, high_nibbles(line)), high_shift);
+      const wb w = P::shifted(P::template looked_up<kSignFlip, 1>(p, g, i, line), high_shift);
 #pragma GCC unroll 16
       for (int c = 0; c < C; ++c) high[c] = sdot(high[c], w, y[c] + 4 * (16 * g + 8 + i));
     }
@@ -256,7 +195,7 @@ template <class P, int C> void packed_signed_few(const TileArgs& a, int t) {
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) total[c] = set1i(0);
     for (int g = 0; g < 4; ++g) signed_group<P, C, 0>(p, g, y, sums, total);
-    const vf d = block_d(a.packed, b);
+    const vf d = super_d<P>(a.packed, p, b);
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) {
       acc[c] = add(acc[c], mul(mul(d, set1(da[c][b])), to_float(total[c])));
@@ -265,6 +204,35 @@ template <class P, int C> void packed_signed_few(const TileArgs& a, int t) {
     }
   }
   for (int c = 0; c < C; ++c) store(a.acc + (t + c) * 16, acc[c]);
+}
+
+// ---- with many: values are looked up once ----
+
+template <class P, int I> inline void stage_signed_group(const uint8_t* p, int g, uint8_t* w) {
+  if constexpr (I < 8) {
+    const wb line = group_line<P>(p, g, I);
+    prefetch_ahead<P, I, 8>(p, g);
+    store_wb(w + 64 * (16 * g + I),
+             P::shifted(P::template looked_up<kSignFlip, 0>(p, g, I, line), P::template shift_at<I, 0>(p, g)));
+    store_wb(w + 64 * (16 * g + 8 + I),
+             P::shifted(P::template looked_up<kSignFlip, 1>(p, g, I, line), P::template shift_at<I, 1>(p, g)));
+    stage_signed_group<P, I + 1>(p, g, w);
+  }
+}
+
+template <class P> void packed_signed_many(const TileArgs& a) {
+  const int64_t blocks = a.k / 256;
+  const uint8_t* p = first_block<P>(a.packed, blocks);
+  GridStage st;
+  for (int64_t b = 0; b < blocks; ++b, p += P::bytes) {
+    for (int g = 0; g < 4; ++g) stage_signed_group<P, 0>(p, g, st.w);
+    for (int j = 0; j < P::F::subs / 2; ++j) {
+      const vi pair = load_scales<P>(p, j);
+      storei(st.sc + 32 * j, lane_scale_low(pair));
+      storei(st.sc + 32 * j + 16, lane_scale_high(pair));
+    }
+    grid_tokens<P::F::subs, kQuantTokens>(a, st, super_d<P>(a.packed, p, b), b, 0);
+  }
 }
 
 }  // namespace

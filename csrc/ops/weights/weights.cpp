@@ -16,6 +16,8 @@
 namespace kt {
 namespace {
 
+int64_t bytes_of_row(const FormatInfo& info, int64_t cols) { return info.row_head + cols / info.block * info.bytes; }
+
 const FormatInfo& checked_info(QType type, int64_t rows, int64_t cols) {
   const FormatInfo& info = format_info(type);
   if (rows < 0 || cols < 0 || cols % info.block != 0)
@@ -29,7 +31,7 @@ const FormatInfo& checked_info(QType type, int64_t rows, int64_t cols) {
 WeightView make_weight(QType type, const uint8_t* data, int64_t rows, int64_t cols) {
   const FormatInfo& info = checked_info(type, rows, cols);
   if (type == QType::F8_E4M3) throw std::invalid_argument("FP8 weights are computed with in re-laid form only");
-  return {type, data, rows, cols, cols / info.block * info.bytes};
+  return {type, data, rows, cols, bytes_of_row(info, cols)};
 }
 
 void point_rows(const WeightView& weight, int64_t first, const uint8_t** rows) {
@@ -49,7 +51,7 @@ int64_t packed_tile_bytes(QType type, int64_t cols) {
 
 WeightView make_packed(QType type, const uint8_t* data, int64_t rows, int64_t cols) {
   const FormatInfo& info = checked_info(type, rows, cols);
-  return {type, data, rows, cols, cols / info.block * info.bytes, packed_tile_bytes(type, cols)};
+  return {type, data, rows, cols, bytes_of_row(info, cols), packed_tile_bytes(type, cols)};
 }
 
 WeightView make_view(QType type, const uint8_t* data, int64_t rows, int64_t cols, Layout layout) {

@@ -15,6 +15,7 @@ from ktransformers.kernels.types import (
     RawTensor,
     WeightType,
     row_bytes,
+    row_head,
     type_size,
 )
 
@@ -36,6 +37,10 @@ def random_raw(qtype: BlockType, rows: int, cols: int) -> RawTensor:
     if qtype in _UNQUANTIZED:
         return RawTensor.from_tensor((torch.randn(rows, cols) * 0.02).to(_UNQUANTIZED[qtype]))
     data = torch.randint(0, 256, (rows * row_bytes(qtype, cols),), dtype=torch.uint8)
+    head = row_head(qtype)
+    if head > 0:
+        data.view(rows, -1)[:, head - 1] = 0x04 if head == 2 else 0x38  # the high byte of an fp16 or fp32 scale
+        return RawTensor(data, qtype, (rows, cols))
     blocks = data.view(-1, type_size(qtype))
     if isinstance(qtype, GroupType):
         _tame_groups(qtype, blocks)

@@ -22,8 +22,8 @@ __all__ = ["add_parser", "quantize_command"]
 TYPES = (
     *("f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q5_k_s", "q4_k_m", "q4_k_s", "q3_k_l", "q3_k_m", "q3_k_s"),
     *("q2_k", "q2_k_s", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "iq4_xs", "iq3_m", "iq3_s", "iq3_xs", "iq3_xxs"),
-    *("iq2_m", "iq2_s", "iq2_xs", "iq2_xxs", "iq1_m", "iq1_s", "mxfp4_moe", "tq1_0", "tq2_0"),
-    "q1_0",
+    *("iq2_m", "iq2_s", "iq2_xs", "iq2_xxs", "iq1_m", "iq1_s", "iq4_k", "iq4_ks", "iq3_k", "iq2_k"),
+    *("mxfp4_moe", "tq1_0", "tq2_0", "q1_0"),
 )
 """Those of convert/mixtures.py; a test holds them equal."""
 

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 
 from ktransformers.errors import FormatError
-from ktransformers.kernels.types import QuantType, RawTensor, block_size, type_size
+from ktransformers.kernels.types import QuantType, RawTensor, block_size, row_bytes
 from ktransformers.system.file_kinds import HEAD_BYTES, incomplete, not_weights, size_of
 from ktransformers.weights.mapped_file import map_file
 from ktransformers.weights.ollama import gpt_oss
@@ -246,12 +246,12 @@ def _tensor_info(reader: _Reader, index: int) -> GGUFTensor:
         raise reader.fail(f"{what} has the empty shape {dims[::-1]}")
     try:
         qtype = QuantType(type_id)
-        block, block_bytes = block_size(qtype), type_size(qtype)
+        block = block_size(qtype)
     except (ValueError, KeyError):
         raise _unknown_type(reader.path, what, type_id) from None
     if dims[0] % block:
         raise reader.fail(f"{what} has rows of {dims[0]} elements, but {qtype.name} blocks hold {block}")
-    nbytes = math.prod(dims) // block * block_bytes  # Python integers do not overflow
+    nbytes = math.prod(dims[1:]) * row_bytes(qtype, dims[0])  # Python integers do not overflow
     return GGUFTensor(name, tuple(reversed(dims)), qtype, offset, nbytes)
 
 
@@ -261,6 +261,12 @@ _OTHER_TYPES = {
     42: "Q2_0",  # 64 weights of 2 bits under an fp16 scale
     **dict.fromkeys((31, 32, 33), "Q4_0 in an order of rows for some processors"),
     **dict.fromkeys((36, 37, 38), "IQ4_NL in an order of rows for some processors"),
+    **dict(enumerate(("Q6_0", "IQ1_BN", "IQ2_BN"), 133)),  # from here on of ik_llama.cpp
+    **dict(enumerate(("IQ2_KT", "IQ3_KT", "IQ4_KT"), 153)),
+    151: "Q8_KV",
+    157: "IQ2_KL",
+    158: "IQ1_KT",
+    **dict.fromkeys(range(200, 400), "a type of ik_llama.cpp in an order of rows for some processors"),
 }
 """Numbers of ggml's types that are not read and that the `gguf` package may not name."""
 

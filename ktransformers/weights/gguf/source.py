@@ -12,7 +12,7 @@ import torch
 
 from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels.cpu.pages import page_out
-from ktransformers.kernels.types import ExpertWeights, Fp8Matrix, QuantType, RawTensor, block_size, row_bytes
+from ktransformers.kernels.types import ExpertWeights, Fp8Matrix, QuantType, RawTensor, block_size, row_bytes, row_head
 from ktransformers.models.facts import ModelFacts
 from ktransformers.weights.experts import RawMatrix, check_exact, check_expert_shape, expert_info, load_matrices
 from ktransformers.weights.gguf.file import OTHER_FILE, GGUFModel
@@ -369,7 +369,9 @@ def _reordered(raw: RawTensor, stored: Stored) -> RawTensor:
     if stored.rows is not None:
         data = data[torch.tensor(stored.rows)]
     if stored.columns is not None:
-        data = data.reshape(len(data), raw.shape[-1] // stored.run, -1)[:, torch.tensor(stored.columns)]
+        head = row_head(raw.qtype)
+        runs = data[:, head:].reshape(len(data), raw.shape[-1] // stored.run, -1)[:, torch.tensor(stored.columns)]
+        data = torch.cat([data[:, :head], runs.flatten(1)], dim=1)
     page_out([raw.data])
     rest = raw.shape[1:] if stored.columns is None else (*raw.shape[1:-1], len(stored.columns) * stored.run)
     return RawTensor(data.reshape(-1), raw.qtype, (data.shape[0], *rest))

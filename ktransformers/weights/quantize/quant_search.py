@@ -18,6 +18,7 @@ __all__ = [
     "IntGrid",
     "TableGrid",
     "U8Array",
+    "WholeScales",
     "fit_affine",
     "fit_scale",
     "inverse",
@@ -29,6 +30,7 @@ __all__ = [
 ]
 
 F32Array = npt.NDArray[np.float32]
+_F16: np.dtype[np.floating] = np.dtype(np.float16)
 U8Array = npt.NDArray[np.uint8]
 
 AFFINE_TRIALS: dict[int, tuple[tuple[float, float], ...]] = {
@@ -308,40 +310,66 @@ def fit_scale(x: F32Array, grid: Grid, w: F32Array | None = None) -> F32Array:
     return best_scale
 
 
+@dataclass(frozen=True, slots=True)
+class WholeScales:
+    """Which whole scales a type has: low .. high, where low is negative; or, if is_odd, twice these plus one."""
+
+    low: int
+    high: int
+    is_odd: bool = False
+
+    @property
+    def lowest(self) -> int:
+        """The scale that is farthest from 0."""
+        return 2 * self.low + 1 if self.is_odd else self.low
+
+    def nearest(self, wanted: F32Array, add: int) -> F32Array:
+        """Return the scale nearest to each of `wanted`, or the one `add` further on; of those that there are."""
+        if self.is_odd:
+            return np.clip(np.floor(wanted / 2) + np.float32(add), self.low, self.high) * 2 + 1
+        return np.clip(np.rint(wanted) + np.float32(add), self.low, self.high)
+
+
 def round_scales(
-    x: F32Array, w: F32Array | None, scale: F32Array, grid: Grid, shape: tuple[int, int]
+    x: F32Array,
+    w: F32Array | None,
+    scale: F32Array,
+    grid: Grid,
+    shape: tuple[int, WholeScales],
+    dtype: np.dtype[np.floating] = _F16,
 ) -> tuple[U8Array, F32Array, F32Array]:
-    """Round scales to fp16 bytes [n, 2] of a step and whole scales [sub-blocks]; return these, and the scales that both
+    """Round scales to bytes [n, 2 or 4] of a step and whole scales [sub-blocks]; return these, and the scales that both
     make.
 
-    shape: (sub-blocks of a super-block, most negative whole scale -m; they go to m - 1). The largest scale is stored
-    as -m, which the sign of the step makes up for; neighbours are tried, and the step is fitted once more.
+    shape: (sub-blocks of a step, the whole scales). The largest scale is stored as the lowest, which the sign of the
+    step makes up for; neighbours are tried, and the step is fitted once more. dtype: of the step, fp16 or fp32.
     """
-    per_block, lowest = shape
-    by_block = scale.reshape(-1, per_block)
-    at = np.abs(by_block).argmax(axis=1)
-    d_bytes, d = to_f16(by_block[np.arange(len(at)), at] / lowest)
-    whole = np.zeros_like(scale)
+    per_step, whole_scales = shape
+    by_step = scale.reshape(-1, per_step)
+    at = np.abs(by_step).argmax(axis=1)
+    stored = (by_step[np.arange(len(at)), at] / whole_scales.lowest).astype(dtype)
+    d, whole = stored.astype(np.float32), np.zeros_like(scale)
     for _ in range(1 if w is None else 2):
-        step = np.repeat(d, per_block)
-        whole, sum_xv, sum_vv = _nearest_scale(x, w, step, np.rint(scale * inverse(step)), grid, lowest)
-        top = (whole * sum_xv).astype(np.float64).reshape(-1, per_block).sum(axis=1)
-        bottom = (whole * whole * sum_vv).astype(np.float64).reshape(-1, per_block).sum(axis=1)
+        step = np.repeat(d, per_step)
+        whole, sum_xv, sum_vv = _nearest_scale(x, w, step, scale * inverse(step), grid, whole_scales)
+        top = (whole * sum_xv).astype(np.float64).reshape(-1, per_step).sum(axis=1)
+        bottom = (whole * whole * sum_vv).astype(np.float64).reshape(-1, per_step).sum(axis=1)
         fitted = np.divide(top, bottom, out=d.astype(np.float64), where=bottom > 0)
-        d_bytes, d = to_f16(fitted.astype(np.float32))
-    return d_bytes, whole, np.repeat(d, per_block) * whole
+        stored = fitted.astype(np.float32).astype(dtype)
+        d = stored.astype(np.float32)
+    return stored.view(np.uint8).reshape(-1, stored.itemsize), whole, np.repeat(d, per_step) * whole
 
 
 def _nearest_scale(
-    x: F32Array, w: F32Array | None, step: F32Array, nearest: F32Array, grid: Grid, lowest: int
+    x: F32Array, w: F32Array | None, step: F32Array, wanted: F32Array, grid: Grid, whole_scales: WholeScales
 ) -> tuple[F32Array, F32Array, F32Array]:
-    """The whole scale around `nearest` that errs least with this step, and weighted sums of x v and v v."""
+    """The whole scale around `wanted` that errs least with this step, and weighted sums of x v and v v."""
     wx = x if w is None else w * x
     best_gain = np.full_like(step, -np.inf)
     best = [np.zeros_like(step) for _ in range(3)]
     values = np.empty_like(x)
     for add in (0, -1, 1):
-        whole = np.clip(nearest + np.float32(add), lowest, -lowest - 1)
+        whole = whole_scales.nearest(wanted, add)
         made = step * whole
         grid.snap(np.multiply(x, inverse(made), out=values), values)
         sum_xv, sum_vv = sums(wx, values), sums(values if w is None else w * values, values)

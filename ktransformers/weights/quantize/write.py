@@ -10,7 +10,7 @@ are searched for the least squared error:
 3. The codes are taken again for the rounded scales, and the offsets of Q4_K and Q5_K once more for those codes.
 
 With the importance of each column the squared error is weighted by it. quant_search.py has the arithmetic; types whose
-codes name entries of a grid (IQ1, IQ2, IQ3) are those of grid_search.py.
+codes name entries of a grid (IQ1, IQ2, IQ3) are those of grid_search.py, ik_llama.cpp's those of iqk_search.py.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from collections.abc import Callable
 import gguf.quants
 import numpy as np
 import numpy.typing as npt
-from gguf import GGML_QUANT_SIZES
 
 from ktransformers.errors import UnsupportedError, WeightError
-from ktransformers.kernels.types import QuantType
+from ktransformers.kernels.types import QuantType, block_size, row_bytes
 from ktransformers.weights.quantize.grid_search import GRID_TYPES, encode_grid
+from ktransformers.weights.quantize.iqk_search import IQK_WRITABLE, encode_iqk
 from ktransformers.weights.quantize.quant_search import (
     F32Array,
     IntGrid,
     TableGrid,
     U8Array,
+    WholeScales,
     fit_affine,
     fit_scale,
     inverse,
@@ -55,6 +56,7 @@ _Q4_GRID = IntGrid(-8, 7, (8.4, 7.9, 7.4, 6.9, 6.4, 5.9, 5.3, -7.4, -6.9, -6.4, 
 _Q5_GRID = IntGrid(-16, 15, (16.2, 15.6, 15.0, 14.4, 13.8, 13.0, -15.0, -14.4, -13.8))
 _IQ4_GRID = TableGrid(gguf.quants.IQ4_NL.kvalues, (127, 119, 111, 103, 95, -113, -105, -97, -89))
 _FP4_GRID = TableGrid(gguf.quants.MXFP4.kvalues, ())
+_SIX_BITS = WholeScales(-32, 31)
 
 
 def quantize(
@@ -70,13 +72,13 @@ def quantize(
     if encode is None:
         names = ", ".join(t.name.lower() for t in WRITABLE_TYPES)
         raise UnsupportedError(f"cannot quantize to {qtype.name}; possible types are {names}")
-    block, block_bytes = GGML_QUANT_SIZES[qtype]
+    block = block_size(qtype)
     if values.ndim != 2 or values.shape[1] % block:
         raise ValueError(f"{qtype.name} needs [rows, multiple of {block}], got {list(values.shape)}")
     rows, cols = values.shape
     limit = float(np.finfo(np.float32).max) if qtype in _WIDE_TYPES else MAX_MAGNITUDE
     weighted = None if importance is None else _usable(importance, cols)
-    out = np.empty((rows, cols // block * block_bytes), dtype=np.uint8)
+    out = np.empty((rows, row_bytes(qtype, cols)), dtype=np.uint8)
     step = max(1, CHUNK_WEIGHTS // max(cols, 1))
     for start in range(0, rows, step):
         chunk = np.ascontiguousarray(values[start : start + step], dtype=np.float32)
@@ -108,7 +110,7 @@ def target_type(qtype: QuantType, cols: int) -> QuantType | None:
     K-quants need rows in multiples of 256. Other rows get the 32-block type that is no coarser in bits per weight
     of its codes: Q8_0 for Q5_K and Q6_K, Q4_0 for Q4_K.
     """
-    if cols % GGML_QUANT_SIZES[qtype][0] == 0:
+    if cols % block_size(qtype) == 0:
         return qtype
     if cols % 32 == 0:
         return _SHORT_ROW_TYPES.get(qtype)
@@ -221,7 +223,7 @@ def _encode_q6_k(values: F32Array, weights: F32Array | None) -> U8Array:
 def _encode_q3_k(values: F32Array, weights: F32Array | None) -> U8Array:
     n = values.size // SUPER_BLOCK
     x, w = _blocks(values, weights, 16)
-    d_bytes, whole, scale = round_scales(x, w, fit_scale(x, _Q3_GRID, w), _Q3_GRID, (16, -32))
+    d_bytes, whole, scale = round_scales(x, w, fit_scale(x, _Q3_GRID, w), _Q3_GRID, (16, _SIX_BITS))
     codes = round_codes(x, inverse(scale), None, -4, 3, np.empty_like(x))
     unsigned = (codes.T + 4).astype(np.uint8).reshape(n, SUPER_BLOCK)
     bits = np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
@@ -252,7 +254,7 @@ def _encode_iq4_nl(values: F32Array, weights: F32Array | None) -> U8Array:
 def _encode_iq4_xs(values: F32Array, weights: F32Array | None) -> U8Array:
     n = values.size // SUPER_BLOCK
     x, w = _blocks(values, weights, 32)
-    d_bytes, whole, scale = round_scales(x, w, fit_scale(x, _IQ4_GRID, w), _IQ4_GRID, (8, -32))
+    d_bytes, whole, scale = round_scales(x, w, fit_scale(x, _IQ4_GRID, w), _IQ4_GRID, (8, _SIX_BITS))
     nibbles = _halves(_IQ4_GRID.codes(x * inverse(scale)).T).reshape(n, 128)
     scale6 = (whole + 32).astype(np.uint16).reshape(n, 8)
     shifts = np.arange(0, 16, 2, dtype=np.uint16)
@@ -330,9 +332,9 @@ def _by_gguf(qtype: QuantType) -> _Encoder:
     return encode
 
 
-def _of_grid(qtype: QuantType) -> _Encoder:
+def _of_type(search: Callable[[F32Array, F32Array | None, QuantType], U8Array], qtype: QuantType) -> _Encoder:
     def encode(values: F32Array, weights: F32Array | None) -> U8Array:
-        return encode_grid(values, weights, qtype)
+        return search(values, weights, qtype)
 
     return encode
 
@@ -362,7 +364,8 @@ _ENCODERS: dict[QuantType, _Encoder] = {
     QuantType.MXFP4: _encode_mxfp4,
     QuantType.TQ1_0: _by_gguf(QuantType.TQ1_0),
     QuantType.TQ2_0: _by_gguf(QuantType.TQ2_0),
-    **{qtype: _of_grid(qtype) for qtype in GRID_TYPES},
+    **{qtype: _of_type(encode_grid, qtype) for qtype in GRID_TYPES},
+    **{qtype: _of_type(encode_iqk, qtype) for qtype in IQK_WRITABLE},
     QuantType.Q1_0: _encode_q1_0,
     QuantType.F32: _by_gguf(QuantType.F32),
     QuantType.F16: _by_gguf(QuantType.F16),

@@ -17,7 +17,7 @@ from torch import Tensor
 from ktransformers.kernels.formats import FORMATS, ActForm
 from ktransformers.kernels.reference import dequantize
 from ktransformers.kernels.types import QuantType, RawTensor, type_size
-from tests.support.checks.decoding import SUB_BLOCKS
+from tests.support.checks.decoding import SUB_BLOCKS, blocks_of_row
 
 _Bytes = npt.NDArray[np.uint8]
 _Float = npt.NDArray[np.float32]
@@ -171,9 +171,9 @@ def _grid_block(block: _Bytes, qtype: QuantType) -> tuple[_Int, list[int], list[
     return weights, [1] * len(weights), [], d, np.float32(0)
 
 
-def _k_row(row: _Bytes, qtype: QuantType, size: int, q: _Int, scales: _Float) -> np.float32:
+def _k_row(row: _Bytes, qtype: QuantType, q: _Int, scales: _Float) -> np.float32:
     acc = np.float32(0)
-    for b, block in enumerate(row.reshape(-1, size)):
+    for b, block in enumerate(blocks_of_row(row, qtype)):
         weights, sub_scales, minima, d, dmin = _k_block(block, qtype)
         values = q[256 * b : 256 * (b + 1)].reshape(weights.shape)
         isum = sum(int(s) * int((w * a).sum()) for s, w, a in zip(sub_scales, weights, values, strict=True))
@@ -250,8 +250,10 @@ def int8_linear(x: Tensor, weight: RawTensor) -> Tensor:
     for t in range(x.shape[0]):
         q, scales = quantize_activations(x[t].numpy(), block)
         for n in range(weight.rows):
-            row = _small_row if small else _k_row
-            out[t, n] = row(rows[n], weight.qtype, size, q, scales)
+            if small:
+                out[t, n] = _small_row(rows[n], weight.qtype, size, q, scales)
+            else:
+                out[t, n] = _k_row(rows[n], weight.qtype, q, scales)
     return torch.from_numpy(out)
 
 

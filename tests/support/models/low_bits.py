@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ktransformers.kernels.formats import FORMATS
-from ktransformers.kernels.types import QuantType, block_size, type_size
+from ktransformers.kernels.types import QuantType, block_size, row_bytes, row_head
 from ktransformers.weights.quantize.write import WRITABLE_TYPES, quantize
-from tests.support.checks.decoding import SUB_BLOCKS, decoded
+from tests.support.checks.decoding import SUB_BLOCKS, decoded, parts_of_rows, set_row_scales
 from tests.support.models.grid_blocks import GRID_TYPES, grid_blocks
 
 _Bytes = npt.NDArray[np.uint8]
@@ -53,15 +53,20 @@ def _nvfp4(blocks: _Float) -> _Bytes:
 
 
 def _drawn(rows: _Float, qtype: QuantType) -> _Bytes:
-    """Blocks with one fp16 number: all else drawn, the same for a block of the same values, under a scale with which
-    those that are decoded are as large.
+    """Blocks with one fp16 number, or rows with one: all else drawn, the same for a block or row of the same values,
+    under a scale with which those that are decoded are as large.
     """
-    (at,) = FORMATS[qtype].halves
-    blocks = rows.reshape(-1, block_size(qtype))
-    seeds = [zlib.crc32(block.tobytes()) for block in blocks]
-    data = np.stack([np.random.default_rng(seed).integers(0, 256, type_size(qtype), dtype=np.uint8) for seed in seeds])
-    data[:, at : at + 2] = np.ones(1, dtype=np.float16).view(np.uint8)
-    drawn = decoded(data, qtype)
-    scale = _over(np.linalg.norm(blocks, axis=1), np.linalg.norm(drawn, axis=1)).astype(np.float16)
-    data[:, at : at + 2] = scale.view(np.uint8).reshape(-1, 2)
+    is_by_row = row_head(qtype) > 0
+    parts = rows if is_by_row else rows.reshape(-1, block_size(qtype))
+    seeds = [zlib.crc32(part.tobytes()) for part in parts]
+    size = row_bytes(qtype, parts.shape[1])
+    data = np.stack([np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8) for seed in seeds])
+
+    def set_scales(scales: _Float) -> None:
+        set_row_scales(parts_of_rows(data, qtype)[0], scales)
+        for at in FORMATS[qtype].halves:
+            data[:, at : at + 2] = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
+
+    set_scales(np.ones(len(parts), dtype=np.float32))
+    set_scales(_over(np.linalg.norm(parts, axis=1), np.linalg.norm(decoded(data, qtype), axis=1)))
     return data.reshape(len(rows), -1)

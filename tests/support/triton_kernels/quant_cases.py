@@ -13,6 +13,7 @@ from ktransformers.kernels.reference import dequantize
 from ktransformers.kernels.triton.quant import cpu_packed_grid as grid
 from ktransformers.kernels.triton.quant.repack import GPU_TYPES
 from ktransformers.kernels.types import Fp8Matrix, GroupType, QuantType, RawTensor, row_bytes, type_size
+from tests.support.checks.decoding import parts_of_rows, set_row_scales
 from tests.support.models.group_blocks import random_blocks
 
 TYPES = tuple(sorted(GPU_TYPES))
@@ -34,7 +35,10 @@ def random_matrix(qtype: QuantType, rows: int, cols: int, seed: int = 0) -> tupl
         dtype = torch.bfloat16 if qtype is QuantType.BF16 else torch.float16
         held = torch.from_numpy(rng.standard_normal((rows, cols)) / 8).to(dtype)
         return held.view(torch.uint8), held.float()
-    blocks = rng.integers(0, 256, (rows * row_bytes(qtype, cols) // type_size(qtype), type_size(qtype)), dtype=np.uint8)
+    raw = rng.integers(0, 256, (rows, row_bytes(qtype, cols)), dtype=np.uint8)
+    heads, by_row = parts_of_rows(raw, qtype)
+    set_row_scales(heads, rng.uniform(1e-3, 1e-2, rows) * rng.choice([-1, 1], rows))
+    blocks = by_row.reshape(-1, type_size(qtype))  # a view, where there is something to set
     for at in FORMATS[qtype].halves:
         scale = rng.uniform(1e-3, 1e-2, len(blocks)) * rng.choice([-1, 1], len(blocks))
         blocks[:, at : at + 2] = scale.astype(np.float16).view(np.uint8).reshape(-1, 2)
@@ -46,7 +50,6 @@ def random_matrix(qtype: QuantType, rows: int, cols: int, seed: int = 0) -> tupl
             blocks[:, 49 + 2 * i] = (blocks[:, 49 + 2 * i] & 15) | ((scale >> (4 * i) & 15) << 4).astype(np.uint8)
     if qtype == QuantType.NVFP4:
         blocks[:, :4] = rng.integers(16, 25, (len(blocks), 4))  # 2^-5 to 2^-4
-    raw = blocks.reshape(rows, -1)
     return torch.from_numpy(raw), torch.from_numpy(decode_blocks(raw, qtype))
 
 

@@ -10,7 +10,17 @@ from __future__ import annotations
 from ktransformers.kernels.formats import FORMATS
 from ktransformers.kernels.triton.common.runtime import jit, static, tl
 
-__all__ = ["block_bytes", "byte_pairs", "halves", "head_bytes", "is_super", "line_words", "row_bytes_at", "tile_bytes"]
+__all__ = [
+    "block_bytes",
+    "byte_pairs",
+    "floats",
+    "halves",
+    "head_bytes",
+    "is_super",
+    "line_words",
+    "row_bytes_at",
+    "tile_bytes",
+]
 
 # What is static is Python's: of plain numbers.
 _SUPER = tuple(number for number, format in FORMATS.items() if format.is_packed and format.block == 256)
@@ -37,7 +47,7 @@ def head_bytes(type_number, cols):
     """Return the bytes in front of a tile's blocks."""
     for number, head_cols, nbytes, _ in _SIZES:
         if number == type_number:
-            return (cols // head_cols * nbytes + 63) // 64 * 64
+            return (-(-cols // head_cols) * nbytes + 63) // 64 * 64
     raise ValueError(f"type {type_number} is not packed")
 
 
@@ -62,6 +72,13 @@ def halves(base, at, n, mask, SIZE: tl.constexpr):
     """Load an fp16 of each row from byte `at` of its tile on, fp32. SIZE: bytes of a tile of 16 rows."""
     pointer = base.to(tl.pointer_type(tl.float16)) + n // 16 * (SIZE // 2) + (at // 2 + n % 16)
     return tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
+
+
+@jit
+def floats(base, at, n, mask, SIZE: tl.constexpr):
+    """Load an fp32 of each row from byte `at` of its tile on."""
+    pointer = base.to(tl.pointer_type(tl.float32)) + n // 16 * (SIZE // 4) + (at // 4 + n % 16)
+    return tl.load(pointer, mask=mask, other=0.0)
 
 
 @jit

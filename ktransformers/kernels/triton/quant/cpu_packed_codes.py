@@ -10,12 +10,14 @@ groups: cpu_packed_groups.py. Knows the bytes; does not know products (linear/co
 
 from __future__ import annotations
 
+from ktransformers.kernels.iqk_blocks import IQK_VALUES
 from ktransformers.kernels.triton.common.bits import e2m1, e4m3, shifted
 from ktransformers.kernels.triton.common.byte_ops import permute_bytes
 from ktransformers.kernels.triton.common.runtime import constant, jit, static, tl
 from ktransformers.kernels.triton.quant.cpu_packed_bytes import (
     block_bytes,
     byte_pairs,
+    floats,
     halves,
     head_bytes,
     is_super,
@@ -31,7 +33,7 @@ from ktransformers.kernels.triton.quant.cpu_packed_groups import (
     has_float_codes,
     is_grouped,
 )
-from ktransformers.kernels.types import QuantType
+from ktransformers.kernels.types import FORK_TYPES, QuantType, row_head
 
 __all__ = ["CODE_TYPES", "code_scales", "code_tile", "code_word", "has_codes", "has_offset", "number"]
 
@@ -40,10 +42,9 @@ Q3_K = constant(int(QuantType.Q3_K))
 Q4_1 = constant(int(QuantType.Q4_1))
 Q5_0 = constant(int(QuantType.Q5_0))
 Q5_1 = constant(int(QuantType.Q5_1))
-IQ4_NL = constant(int(QuantType.IQ4_NL))
 IQ4_XS = constant(int(QuantType.IQ4_XS))
-IQ4_K = constant(int(QuantType.IQ4_K))
-IQ5_K = constant(int(QuantType.IQ5_K))
+IQ2_K = constant(int(QuantType.IQ2_K))
+IQ6_K = constant(int(QuantType.IQ6_K))
 TQ1_0 = constant(int(QuantType.TQ1_0))
 TQ2_0 = constant(int(QuantType.TQ2_0))
 NVFP4 = constant(int(QuantType.NVFP4))
@@ -54,27 +55,59 @@ def _bytes_of(*values: int) -> int:
     return int.from_bytes(bytes(values), "little", signed=True)
 
 
-# The 16 values of IQ4, plus 128, as the bytes of words.
-IQ4_0, IQ4_4 = constant(_bytes_of(1, 24, 45, 63)), constant(_bytes_of(79, 93, 106, 118))
-IQ4_8, IQ4_12 = constant(_bytes_of(129, 141, 153, 166)), constant(_bytes_of(181, 197, 217, 241))
-# The 32 values of IQ5.
-IQ5_0, IQ5_4 = constant(_bytes_of(2, 14, 25, 36)), constant(_bytes_of(45, 54, 63, 71))
-IQ5_8, IQ5_12 = constant(_bytes_of(78, 85, 92, 98)), constant(_bytes_of(104, 110, 116, 122))
-IQ5_16, IQ5_20 = constant(_bytes_of(127, 133, 139, 145)), constant(_bytes_of(151, 157, 164, 171))
-IQ5_24, IQ5_28 = constant(_bytes_of(179, 187, 196, 205)), constant(_bytes_of(215, 225, 237, 249))
-
-
 # What is static is Python's: of plain numbers.
 #: Numbers of the ggml types that the readers of this module know, beside those of weights in groups.
-CODE_TYPES = tuple(
-    int(QuantType[name])
-    for name in (
-        *("Q2_K", "Q3_K", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "IQ4_XS", "IQ4_K", "IQ5_K"),
-        *("TQ1_0", "TQ2_0", "NVFP4", "Q1_0"),
-    )
+CODE_TYPES = (
+    *(
+        int(QuantType[name])
+        for name in ("Q2_K", "Q3_K", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "NVFP4", "Q1_0")
+    ),
+    *sorted(map(int, FORK_TYPES)),
 )
-_SHIFTED_TABLES = (int(QuantType.IQ4_K), int(QuantType.IQ5_K))
-_TABLES = (int(QuantType.IQ4_XS), int(QuantType.IQ4_NL), int(QuantType.NVFP4), *_SHIFTED_TABLES)
+_IQK = {int(qtype): values for qtype, values in IQK_VALUES.items()}
+_VALUES = {
+    int(QuantType.IQ4_NL): IQK_VALUES[QuantType.IQ4_K].values,
+    int(QuantType.IQ4_XS): IQK_VALUES[QuantType.IQ4_K].values,
+    **{number: values.values for number, values in _IQK.items()},
+}
+_ROW_SCALES = tuple(int(qtype) for qtype in FORK_TYPES if row_head(qtype))
+
+
+@static
+def table_bits(type_number):
+    """Bits of a code that is looked up in a table of values; 0 of other types."""
+    return (len(_VALUES[type_number]) - 1).bit_length() if type_number in _VALUES else 0
+
+
+@static
+def table_word(type_number, index):
+    """Return four of a table's values, plus 128, as the bytes of an int32; zeros behind the table's end."""
+    values = _VALUES[type_number][4 * index : 4 * index + 4]
+    return int.from_bytes(bytes(value + 128 for value in values).ljust(4, b"\0"), "little", signed=True)
+
+
+@static
+def value_shift(type_number):
+    """What the bit of a sub-block adds to its values; 0 of types without such bits."""
+    return _IQK[type_number].shift if type_number in _IQK else 0
+
+
+@static
+def has_scales_of_16(type_number):
+    """Whether a table's type has a scale for every 16 columns, not for 32."""
+    return type_number in _IQK and _IQK[type_number].subs == 16
+
+
+@static
+def has_odd_scales(type_number):
+    """Whether the lowest bit of a packed scale is the sub-block's bit, and the scale is odd."""
+    return type_number in _IQK and _IQK[type_number].is_odd
+
+
+@static
+def has_row_scale(type_number):
+    """Whether a tile has one fp32 scale for each row."""
+    return type_number in _ROW_SCALES
 
 
 @static
@@ -86,13 +119,15 @@ def has_codes(type_number):
 @static
 def has_integers(type_number):
     """Whether the codes of a type are integers u: f is 1 + u / 256, and M is not zero for that alone."""
-    return type_number not in _TABLES and not (is_grouped(type_number) and has_float_codes(type_number))
+    if type_number in _VALUES or type_number == int(QuantType.NVFP4):
+        return False
+    return not (is_grouped(type_number) and has_float_codes(type_number))
 
 
 @static
 def has_offset(type_number):
     """Whether a type has an offset M that is not zero."""
-    return has_integers(type_number) or type_number in _SHIFTED_TABLES
+    return has_integers(type_number) or type_number in _IQK
 
 
 @jit
@@ -107,18 +142,31 @@ def ternary_digits(word, digit):
 
 
 @jit
+def table_code(base, block, g, i, n, mask, TYPE: tl.constexpr, SIZE: tl.constexpr):
+    """Return `code_word` of group g of a block of 256 columns whose codes are looked up in a table."""
+    BITS: tl.constexpr = table_bits(TYPE)
+    LINES: tl.constexpr = 256 if has_scales_of_16(TYPE) and TYPE != IQ2_K else 128
+    if BITS <= 3:
+        word = line_words(base, block + LINES + 64 * (4 * g + i % 4), n, mask, SIZE) >> (2 * (i // 4)) & 0x03030303
+    else:
+        word = line_words(base, block + LINES + 64 * (8 * g + i % 8), n, mask, SIZE) >> (4 * (i // 8)) & 0x0F0F0F0F
+    if BITS == 3 or BITS == 5:
+        LOW: tl.constexpr = BITS - 1
+        upper = line_words(base, block + LINES + 512 * LOW + 128 * g + 64 * (i // 8), n, mask, SIZE)
+        word = word | (upper >> (i % 8) & 0x01010101) << LOW
+    elif BITS == 6:
+        upper = line_words(base, block + LINES + 2048 + 64 * (4 * g + i % 4), n, mask, SIZE) >> (2 * (i // 4))
+        word = word | (upper & 0x03030303) << 4
+    return word
+
+
+@jit
 def super_word(base, group, i, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
     """Return `code_word` of types with blocks of 256 columns."""
     SIZE: tl.constexpr = tile_bytes(TYPE, K)
     block, g = head_bytes(TYPE, K) + group // 4 * block_bytes(TYPE), group % 4
-    if TYPE == IQ4_XS or TYPE == IQ4_K or TYPE == IQ5_K:
-        SCALES: tl.constexpr = 128 if TYPE == IQ4_XS else 256
-        word = line_words(base, block + SCALES + 64 * (8 * g + i % 8), n, mask, SIZE)
-        word = word >> (4 * (i // 8)) & 0x0F0F0F0F
-        if TYPE == IQ5_K:
-            fifth = line_words(base, block + 2304 + 128 * g + 64 * (i // 8), n, mask, SIZE)
-            word = word | (fifth >> (i % 8) & 0x01010101) << 4
-        return word
+    if table_bits(TYPE) > 0:
+        return table_code(base, block, g, i, n, mask, TYPE, SIZE)
     if TYPE == TQ1_0:
         step = 16 * g + i
         return ternary_digits(line_words(base, block + 64 * (step // 5), n, mask, SIZE), step % 5)
@@ -168,19 +216,26 @@ def super_scales(base, group, q, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
         both = byte_pairs(base, block + 64 + 32 * (2 * g + q // 2), n, mask, SIZE) >> (8 * (q % 2))
         d, dmin = halves(base, block, n, mask, SIZE), halves(base, block + 32, n, mask, SIZE)
         return d * (both & 15).to(tl.float32), dmin * (both >> 4 & 15).to(tl.float32)
-    d = halves(base, group // 4 * 32, n, mask, SIZE)
+    d = floats(base, 0, n, mask, SIZE) if has_row_scale(TYPE) else halves(base, group // 4 * 32, n, mask, SIZE)
     if TYPE == TQ1_0 or TYPE == TQ2_0:
         s, m = d, d
     else:
-        if TYPE == Q3_K or TYPE == IQ4_K or TYPE == IQ5_K:
+        if TYPE == Q3_K or (has_scales_of_16(TYPE) and TYPE != IQ2_K):
             pair = byte_pairs(base, block + 32 * (2 * g + q // 2), n, mask, SIZE) >> (8 * (q % 2))
         else:
             pair = byte_pairs(base, block + 32 * g, n, mask, SIZE) >> (8 * (q // 2))
         scale = (pair << 24) >> 24
-        if TYPE == IQ4_K or TYPE == IQ5_K:  # twice the scale, plus the bit that adds 4 or 2 to values
-            SHIFT: tl.constexpr = 4 if TYPE == IQ4_K else 2
-            s = d * (scale >> 1).to(tl.float32)
-            m = s * ((scale & 1) * -SHIFT).to(tl.float32)
+        if value_shift(TYPE) > 0:
+            SHIFT: tl.constexpr = value_shift(TYPE)
+            if TYPE == IQ2_K or TYPE == IQ6_K:  # bits of a row's 16 sub-blocks in two bytes, behind the lines
+                bit = byte_pairs(base, block + block_bytes(TYPE) - 64, n, mask, SIZE) >> (4 * g + q) & 1
+                if TYPE == IQ2_K:
+                    scale = (pair >> (4 * (q % 2)) & 15) - 8
+            else:
+                bit = scale & 1
+                scale = (scale | 1) if has_odd_scales(TYPE) else (scale >> 1)
+            s = d * scale.to(tl.float32)
+            m = s * (bit * -SHIFT).to(tl.float32)
         else:
             s = d * scale.to(tl.float32)
             m = 4.0 * s
@@ -222,32 +277,50 @@ def code_scales(base, group, q, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
 
 
 @jit
-def values_of_16(word, first, second, third, fourth):
-    """Return what a table of 16 bytes, in four words, has for four codes in bytes."""
+def values_of_8(word, TYPE: tl.constexpr):
+    """Return what a table of 8 bytes has for four codes in bytes."""
+    pairs = word | (word >> 4)
+    return permute_bytes(table_word(TYPE, 0), table_word(TYPE, 1), permute_bytes(pairs, pairs, 0x2020))
+
+
+@jit
+def values_of_16(word, TYPE: tl.constexpr, FIRST: tl.constexpr):
+    """Return what 16 bytes of a table, from word FIRST on, have for four codes in bytes."""
     pairs = word | (word >> 4)
     nibbles = permute_bytes(pairs, pairs, 0x2020)  # the four of them side by side
     below, chosen = nibbles & 0x7777, ((nibbles >> 1) & 0x4444) | 0x3210
-    low, high = permute_bytes(first, second, below), permute_bytes(third, fourth, below)
+    low = permute_bytes(table_word(TYPE, FIRST), table_word(TYPE, FIRST + 1), below)
+    high = permute_bytes(table_word(TYPE, FIRST + 2), table_word(TYPE, FIRST + 3), below)
     return permute_bytes(low, high, chosen)
 
 
 @jit
+def values_of_32(word, TYPE: tl.constexpr, FIRST: tl.constexpr):
+    """Return what 32 bytes of a table, from word FIRST on, have for the lower 5 bits of four codes in bytes."""
+    nibbles = word & 0x0F0F0F0F
+    low, high = values_of_16(nibbles, TYPE, FIRST), values_of_16(nibbles, TYPE, FIRST + 4)
+    return low ^ ((low ^ high) & ((word >> 4 & 0x01010101) * 255))
+
+
+@jit
 def table_bytes(word, TYPE: tl.constexpr):
-    """Return the values of IQ4 or IQ5, plus 128, for four codes in bytes."""
-    if TYPE == IQ5_K:
-        nibbles = word & 0x0F0F0F0F
-        low = values_of_16(nibbles, IQ5_0, IQ5_4, IQ5_8, IQ5_12)
-        high = values_of_16(nibbles, IQ5_16, IQ5_20, IQ5_24, IQ5_28)
-        values = low ^ ((low ^ high) & ((word >> 4 & 0x01010101) * 255))
+    """Return the values that a table has for four codes in bytes, plus 128."""
+    if table_bits(TYPE) <= 3:
+        values = values_of_8(word, TYPE)
+    elif table_bits(TYPE) == 4:
+        values = values_of_16(word, TYPE, 0)
+    elif table_bits(TYPE) == 5:
+        values = values_of_32(word, TYPE, 0)
     else:
-        values = values_of_16(word, IQ4_0, IQ4_4, IQ4_8, IQ4_12)
+        low, high = values_of_32(word, TYPE, 0), values_of_32(word, TYPE, 8)
+        values = low ^ ((low ^ high) & ((word >> 5 & 0x01010101) * 255))
     return values
 
 
 @jit
 def number(word, one, b: tl.constexpr, TYPE: tl.constexpr):
     """Return what the code in byte b of a word stands for, as fp32."""
-    if TYPE == IQ4_XS or TYPE == IQ4_NL or TYPE == IQ4_K or TYPE == IQ5_K:
+    if table_bits(TYPE) > 0:
         u = shifted(table_bytes(word, TYPE), 15 - 8 * b) & 0x7F8000
         return (u | one).to(tl.float32, bitcast=True) * 256.0 - 384.0  # 256 (1 + u / 256), of u = value + 128: exact
     if TYPE == NVFP4:

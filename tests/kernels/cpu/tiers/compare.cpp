@@ -124,14 +124,19 @@ struct Activations {
 
 int64_t packed_bytes(const FormatInfo& info) {
   if (is_grouped(info.type)) return GroupForm(info.type).tile_bytes(kCols);
-  const int64_t head = info.head_cols == 0 ? 0 : kCols / info.head_cols * info.head_bytes;
+  const int64_t head = info.head_cols == 0 ? 0 : (kCols + info.head_cols - 1) / info.head_cols * info.head_bytes;
   return (head + 63) / 64 * 64 + kCols / info.block * info.packed_bytes;
 }
 
 Bytes products(const KernelTable& kernels, const FormatInfo& info) {
-  const int64_t row_bytes = kCols / info.block * info.bytes;
+  const int64_t row_bytes = info.row_head + kCols / info.block * info.bytes;
   Bytes weights = random_bytes(kTileRows * row_bytes), result;
-  for (int64_t at = 0; at < kTileRows * row_bytes; at += info.bytes) repair(info, weights.data() + at);
+  for (int64_t r = 0; r < kTileRows; ++r) {
+    uint8_t* row = weights.data() + r * row_bytes;
+    if (info.row_head == 2) put_at(row, random_half());
+    if (info.row_head == 4) put_at(row, random_float());
+    for (int64_t at = info.row_head; at < row_bytes; at += info.bytes) repair(info, row + at);
+  }
   const Activations act(kernels, info.form);
   TileArgs args{};
   args.type = info.type;
