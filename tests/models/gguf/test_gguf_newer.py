@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
@@ -71,6 +72,30 @@ def test_experts_of_gate_and_up_stay_in_their_type(qtype: QuantType, tmp_path: P
     source = GGUFSource(opened, ModelFacts.of(config_of_model(opened)))
     assert opened.tensors["blk.0.ffn_gate_up_exps.weight"].qtype is qtype
     assert source.find("model.layers.0.shared_mlp.input_linear.weight") is not None
+
+
+def test_parts_of_several_types_are_joined(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Mixtures choose a type for each tensor, and modules have gates and ups in one; said once, not for each layer."""
+    model = newer_model("minimax-m3")
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            if key.endswith("gate_up_proj.weight"):
+                weight.copy_(weight.half())
+    path = write_newer(model, tmp_path / "m.gguf", "minimax-m3", halves=("ffn_up.weight", "ffn_up_shexp.weight"))
+    opened = open_gguf(path)
+    source = GGUFSource(opened, ModelFacts.of(config_of_model(opened)))
+    mixed = [one for one in map(source.find, model.state_dict()) if one and one.stored_type == "F32+F16"]
+    assert len(mixed) == model.config.num_hidden_layers
+    for info in mixed:
+        raw = source.tensor(info.name)
+        assert (info.resident_type, info.nbytes) == (QuantType.F32, raw.nbytes)
+        assert torch.equal(raw.data.view(torch.float32).view(raw.shape), model.get_parameter(info.name))
+    said = [record.getMessage() for record in caplog.records if "of different types" in record.getMessage()]
+    assert said == [
+        f"model.layers.N.mlp.{part}gate_up_proj.weight is joined of tensors of different types (F32, F16) and held as F32"
+        for part in ("", "shared_experts.")
+    ]
+    check_engine(model, path)
 
 
 REFUSED: list[tuple[str, dict[str, object], str]] = [
