@@ -92,8 +92,8 @@ def test_parts_of_several_types_are_joined(tmp_path: Path, caplog: pytest.LogCap
         assert torch.equal(raw.data.view(torch.float32).view(raw.shape), model.get_parameter(info.name))
     said = [record.getMessage() for record in caplog.records if "of different types" in record.getMessage()]
     assert said == [
-        f"model.layers.N.mlp.{part}gate_up_proj.weight is joined of tensors of different types (F32, F16) and held as F32"
-        for part in ("", "shared_experts.")
+        f"model.layers.N.mlp.{part}.weight is joined of tensors of different types (F32, F16) and held as F32"
+        for part in ("gate_up_proj", "shared_experts.gate_up_proj")
     ]
     check_engine(model, path)
 
