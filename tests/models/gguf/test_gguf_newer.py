@@ -5,6 +5,7 @@ Against `transformers` in fp32, from the file alone. The prompt is longer than e
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +22,13 @@ from ktransformers.models.gguf.config import config_from_gguf
 from ktransformers.weights.gguf.file import GGUFModel, open_gguf
 from ktransformers.weights.gguf.newer_names import NEWER, NewerNames
 from ktransformers.weights.gguf.source import GGUFSource
+from tests.docs.named import ROOT
 from tests.models.gguf.test_gguf_architectures import check_hostile
 from tests.support.engines.one_sequence import static_engine
 from tests.support.gguf.newer import write_newer
 from tests.support.gguf.newer_metadata import METADATA
 from tests.support.gguf.newer_models import CASES, newer_model
+from tests.support.gguf.writer import ARCH_OF
 from tests.support.models.agreement import TOLERANCE, logits_of, prompt
 
 
@@ -138,6 +141,13 @@ def test_growth_of_mistral4_is_read(tmp_path: Path) -> None:
     opened = open_gguf(write_newer(newer_model("mistral4"), tmp_path / "m.gguf", "mistral4"))
     config = config_from_gguf({**opened.metadata, "mistral4.attention.temperature_scale": 0.5}, shapes_of(opened))
     assert config.rope_parameters["llama_4_scaling_beta"] == 0.5
+
+
+def test_the_readme_denies_no_family_its_files() -> None:
+    rows = re.findall(r"^\| ([^|]+) \| no \| yes \|", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    denied = {name for row in rows for name in re.findall(r"\w+", row)}
+    assert "longcat_flash" in denied
+    assert denied & {*ARCH_OF, *(model_type for _, model_type, _ in CASES.values())} == set()
 
 
 def test_every_newer_architecture_is_written() -> None:
