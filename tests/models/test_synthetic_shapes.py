@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from ktransformers.cli.bench.options import SHAPE_NAMES
@@ -9,6 +11,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import plan_model
 from ktransformers.engine.model.opened import open_synthetic
 from ktransformers.engine.model.skeleton import build_skeleton
+from ktransformers.engine.plan.dry_run import dry_run
 from ktransformers.errors import ConfigError
 from ktransformers.models.synthetic_shapes import SHAPES, find_shape, small_config
 from tests.docs.named import ROOT
@@ -35,6 +38,10 @@ def test_plans_have_tables_of_ngrams_in_files() -> None:
         for opened in (made, planned)
     ]
     assert entries[0].nbytes["cpu"] - entries[1].nbytes["cpu"] == info.nbytes > 0
+    assert [entry.in_files for entry in entries] == [0, math.prod(info.shape)]
+    both = [dry_run(opened).summary for opened in (made, planned)]
+    assert both[0].resident - both[1].resident == math.prod(info.shape)
+    assert both[1].bits_per_weight == 8 * (both[0].memory_bytes - info.nbytes) / both[1].resident
 
 
 @pytest.mark.parametrize(
