@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from itertools import count
 
 __all__ = ["hash_multipliers", "primes_from"]
 
@@ -28,12 +30,8 @@ def hash_multipliers(vocab_size: int, ngram_size: int, layer_index: int, seed: i
     return [2 * (_split_mix(state) % half) + 1 for state in states]
 
 
-def primes_from(first: int, count: int) -> list[int]:
-    """Return the `count` least primes that are not below `first`: sizes of the tables of n-grams, a hash each."""
-    found: list[int] = []
-    number = max(first, 2)
-    while len(found) < count:
+def primes_from(first: int) -> Iterator[int]:
+    """Yield the primes that are not below `first`, from the least up: sizes of the tables of n-grams, a hash each."""
+    for number in count(max(first, 2)):
         if all(number % divisor for divisor in range(2, math.isqrt(number) + 1)):
-            found.append(number)
-        number += 1
-    return found
+            yield number

@@ -15,6 +15,7 @@ Each stage is entered once and in this order, and an operator's attributes are i
 from __future__ import annotations
 
 import enum
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -156,11 +157,13 @@ class OperatorConfig:
 class Requirements:
     """Needs of loading an operator: resident bytes per device, quant types, and the stored tensors it reads.
 
-    looked_up: of those bytes the ones of tables of which a token reads a few rows.
+    looked_up: of those bytes the ones of tables of which a token reads a few rows. in_files: numbers of such tables
+    that take no memory, because they stay in mapped files.
     """
 
     nbytes: dict[str, int] = field(default_factory=dict)
     looked_up: dict[str, int] = field(default_factory=dict)
+    in_files: int = 0
     quant_types: list[str] = field(default_factory=list)
     stored_names: set[str] = field(default_factory=set)
 
@@ -179,13 +182,17 @@ class Requirements:
         """
         as_stored |= info.stored_type == info.resident_type.name
         is_mapped = as_stored and all(source.stored_bytes(name) is not None for name in info.stored_names)
-        self.add("cpu", info, 0 if is_mapped else None)
-        self.looked_up["cpu"] = self.looked_up.get("cpu", 0) + (0 if is_mapped else info.nbytes)
+        nbytes = 0 if is_mapped else info.nbytes
+        self.add("cpu", info, nbytes)
+        self.looked_up["cpu"] = self.looked_up.get("cpu", 0) + nbytes
+        self.in_files += math.prod(info.shape) if is_mapped else 0
 
     def include(self, other: Requirements) -> None:
         """Add the needs of a part of the operator."""
-        for device, nbytes in other.nbytes.items():
-            self.nbytes[device] = self.nbytes.get(device, 0) + nbytes
+        for own, others in ((self.nbytes, other.nbytes), (self.looked_up, other.looked_up)):
+            for device, nbytes in others.items():
+                own[device] = own.get(device, 0) + nbytes
+        self.in_files += other.in_files
         self.quant_types += [name for name in other.quant_types if name not in self.quant_types]
         self.stored_names |= other.stored_names
 

@@ -45,8 +45,8 @@ class PlanEntry:
     key: dotted name; the root is "". operator: class name, None when the module is kept. generate_op and prefill_op:
     what runs in each phase. nbytes: resident bytes per device of the module itself, children excluded. rule: number
     of the rule that decided, in its file, None when none did; rule_place: FILE:LINE of a rule in an included file, else
-    "". stored_names: tensors in the files that it reads. looked_up: of nbytes, those of tables of which a token reads a
-    few rows.
+    "". stored_names: tensors in the files that it reads. looked_up, in_files: of tables of which a token reads a few
+    rows, see Requirements.
     """
 
     key: str
@@ -62,6 +62,7 @@ class PlanEntry:
     note: str = ""
     rule_place: str = ""
     looked_up: Mapping[str, int] = field(default_factory=dict)
+    in_files: int = 0
 
     @property
     def is_kept(self) -> bool:
@@ -369,6 +370,7 @@ class _Planner:
             nbytes=dict(needs.nbytes),
             stored_names=frozenset(needs.stored_names),
             looked_up=dict(needs.looked_up),
+            in_files=needs.in_files,
         )
 
     def _placement(self, rule: Rule | None, key: str) -> Placement:

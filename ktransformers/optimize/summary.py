@@ -64,12 +64,14 @@ class SummaryPart:
 @dataclass(frozen=True, slots=True)
 class Summary:
     """Summary of a model on a machine. disk_bytes: of the files, None without files. context_len: None where the model
-    does not say. cache_tokens: what the cache will hold. chunk_size: tokens of a prefill step.
+    does not say. cache_tokens: what the cache will hold. chunk_size: tokens of a prefill step. resident: parameters
+    that take memory, all but those of tables that stay in files.
     """
 
     name: str
     family: str
     size: ModelSize
+    resident: int
     disk_bytes: int | None
     memory_bytes: int
     context_len: int | None
@@ -81,8 +83,8 @@ class Summary:
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits per weight of what is resident, over all parameters."""
-        return 8 * self.memory_bytes / max(self.size.parameters, 1)
+        """Bits per weight of what is resident."""
+        return 8 * self.memory_bytes / max(self.resident, 1)
 
 
 def summarize(
@@ -99,10 +101,12 @@ def summarize(
     """Sum a plan up. model: the one that was planned, on meta. shapes: of each layer's cache."""
     experts = routed_experts(model)
     top_k = _top_k(experts, plan.entries, facts)
+    size = size_of(model, facts, experts, top_k)
     return Summary(
         name=name,
         family=plan.model_type,
-        size=size_of(model, facts, experts, top_k),
+        size=size,
+        resident=size.parameters - sum(entry.in_files for entry in plan.entries),
         disk_bytes=disk_bytes,
         memory_bytes=sum(plan.weight_bytes.values()),
         context_len=facts.context_len,

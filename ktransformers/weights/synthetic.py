@@ -136,10 +136,19 @@ class SyntheticSource:
 
     shapes: of every parameter and persistent buffer of the module tree, by Hugging Face name; experts' fused parameters
     may be among them and are not looked at. facts: the model's, for the split form of latent attention's kv_b_proj.
-    routing: of ROUTINGS; routers that choose among groups, or by a bias, are skewed less.
+    routing: of ROUTINGS; routers that choose among groups, or by a bias, are skewed less. stands_for_files: only plans
+    are made of it, in which tables of n-grams are in mapped files, as those of the published model are.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], facts: ModelFacts, routing: str = ROUTINGS[0]):
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        facts: ModelFacts,
+        routing: str = ROUTINGS[0],
+        *,
+        stands_for_files: bool = False,
+    ):
+        self._stands_for_files = stands_for_files
         self._top_k, self._num_experts = facts.top_k() or 1, 0 if facts.experts is None else facts.experts.num_experts
         self.routing, self._is_skewed = routing, routing != ROUTINGS[0]
         self._shapes = {name: tuple(shape) for name, shape in shapes.items() if ".experts." not in name}
@@ -165,8 +174,10 @@ class SyntheticSource:
         return stored_name.endswith((_KV_B, ".k_b_proj.weight", ".v_b_proj.weight"))
 
     def stored_bytes(self, stored_name: str) -> torch.Tensor | None:
-        """Return None: there are no files."""
-        return None
+        """Return None: there are no files. Of a table that a plan has in files: bytes on `meta`."""
+        if not (self._stands_for_files and _NGRAMS.search(stored_name)):
+            return None
+        return torch.empty(self._found(stored_name).nbytes, dtype=torch.uint8, device="meta")
 
     def find(self, name: str) -> TensorInfo | None:
         """Return facts about the tensor that HF calls `name`, or None for a name that the model does not have."""

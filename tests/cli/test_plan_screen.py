@@ -121,7 +121,7 @@ def test_devices_are_named_where_there_are_several() -> None:
     preview = outlook_of("deepseek-v3", 512.0, 80.0)
     assert verdict(preview) == "fits: 403.0 GiB of 512.0 GiB free (RAM), 80.0 GiB of 80.0 GiB free (cuda:0)"
     lines = screen(preview, RATES)
-    assert "             11.36 GB a token at 43 GB/s (RAM), 15.55 GB at 4,000 (cuda:0)" in lines
+    assert "             11.40 GB a token at 43 GB/s (RAM), 15.52 GB at 4,000 (cuda:0)" in lines
     spread = screen(outlook_of("deepseek-v3", *MACHINES["gpus"]), RATES)
     assert any(line.startswith("hot experts         cuda:0-7 ") for line in spread)
 

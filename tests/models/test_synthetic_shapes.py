@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from ktransformers.cli.bench.options import SHAPE_NAMES
+from ktransformers.config import EngineConfig
+from ktransformers.engine.load.builder import plan_model
+from ktransformers.engine.model.opened import open_synthetic
 from ktransformers.engine.model.skeleton import build_skeleton
+from ktransformers.engine.plan.dry_run import dry_run
 from ktransformers.errors import ConfigError
-from ktransformers.models.synthetic_shapes import SHAPES, find_shape
+from ktransformers.models.synthetic_shapes import SHAPES, find_shape, small_config
+from tests.docs.named import ROOT
 
 
 def test_the_command_line_names_every_shape() -> None:
     assert tuple(SHAPES) == SHAPE_NAMES
+
+
+@pytest.mark.parametrize("page", ["plan.md", "bench.md"])
+def test_docs_name_every_shape(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert [name for name in SHAPES if f"`{name}`" not in text] == []
+
+
+def test_plans_have_tables_of_ngrams_in_files() -> None:
+    """As the published model's are; what is loaded makes its own, in memory."""
+    shape, table = small_config("qwen3.8-flash-next", 2), "model.layers.1.ple.ple_embedding.ngram_embedding"
+    made, planned = (open_synthetic(EngineConfig(), shape, stands_for_files=one) for one in (False, True))
+    info = made.source.find(f"{table}.weight")
+    assert info is not None
+    entries = [
+        next(one for one in plan_model(opened.config, opened).entries if one.stored_names >= {f"{table}.weight"})
+        for opened in (made, planned)
+    ]
+    assert entries[0].nbytes["cpu"] - entries[1].nbytes["cpu"] == info.nbytes > 0
+    assert [entry.in_files for entry in entries] == [0, math.prod(info.shape)]
+    both = [dry_run(opened).summary for opened in (made, planned)]
+    assert both[0].resident - both[1].resident == math.prod(info.shape)
+    assert both[1].bits_per_weight == 8 * (both[0].memory_bytes - info.nbytes) / both[1].resident
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def open_planned(config: EngineConfig, synthetic: str | None) -> OpenedModel:
         return open_model(config)
     from ktransformers.models.synthetic_shapes import find_shape
 
-    return open_synthetic(config, find_shape(synthetic).config())
+    return open_synthetic(config, find_shape(synthetic).config(), stands_for_files=True)
 
 
 def _show(

@@ -121,7 +121,7 @@ def _hopeless(preview: DryRun, suggestions: FitSuggestions) -> list[str]:
         if flags
         else (f"no flag helps: {shown_size(missing)} of memory are missing")
     )
-    bits = needed_bits(preview.plan, summary.size.parameters)
+    bits = needed_bits(preview.plan, summary.resident)
     if not _LEAST_BITS <= bits < summary.bits_per_weight:
         return [f"  {what}"]
     now = summary.bits_per_weight

@@ -267,30 +267,36 @@ def folder_without_tokenizer(config: EngineConfig) -> Path | None:
     return None if has_tokenizer_files(folder) else folder
 
 
-def open_synthetic(config: EngineConfig, hf_config: PretrainedConfig, routing: str = ROUTINGS[0]) -> OpenedModel:
+def open_synthetic(
+    config: EngineConfig, hf_config: PretrainedConfig, routing: str = ROUTINGS[0], *, stands_for_files: bool = False
+) -> OpenedModel:
     """Open a model of `hf_config` with random weights, which are made when operators load them. config names no files.
     With --speculative mtp it has a layer for multi-token prediction of such weights, as its family's layers are.
 
-    routing: how tokens choose experts, see SyntheticSource.
+    routing, stands_for_files: see SyntheticSource.
 
     Raises ConfigError or UnsupportedError.
     """
     if config.model_path is not None or config.gguf_path is not None:
         raise ConfigError("random weights come from no files: leave the model's path out")
     config = config.resolved(needs_model=False)
-    opened = _of_random_weights(config, build_skeleton(hf_config), routing)
+    model = build_skeleton(hf_config)
+    opened = _of_random_weights(config, model, routing, stands_for_files)
     if config.drafter != "mtp":
         return opened
     model = build_mtp(
         mtp_config(opened.hf_config, has_experts=opened.facts.experts is not None), config.trust_remote_code
     )
-    return replace(opened, draft=_of_random_weights(mtp_layer_config(config), model, routing))
+    return replace(opened, draft=_of_random_weights(mtp_layer_config(config), model, routing, stands_for_files))
 
 
-def _of_random_weights(config: EngineConfig, model: PreTrainedModel, routing: str) -> OpenedModel:
+def _of_random_weights(
+    config: EngineConfig, model: PreTrainedModel, routing: str, stands_for_files: bool
+) -> OpenedModel:
     facts = _facts_of(model.config)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    return OpenedModel(config, model.config, facts, None, model, SyntheticSource(shapes, facts, routing))
+    source = SyntheticSource(shapes, facts, routing, stands_for_files=stands_for_files)
+    return OpenedModel(config, model.config, facts, None, model, source)
 
 
 def _facts_of(hf_config: PretrainedConfig, trust_remote_code: bool = False) -> ModelFacts:

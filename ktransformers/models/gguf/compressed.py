@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-
 from ktransformers.errors import FormatError, UnsupportedError
-from ktransformers.models.gguf.fields import Family, experts, rotary_share
+from ktransformers.models.gguf.fields import Family, clamp, expect_norm, experts, rotary_share
 from ktransformers.models.gguf.metadata import Metadata, Values
 from ktransformers.models.gguf.rope import rope_parameters, rope_scaling_factor
 
@@ -23,8 +21,7 @@ _SQRT_SOFTPLUS = 4  # llama.cpp's expert_gating_func
 def _deepseek4(gguf: Metadata) -> tuple[str, Values]:
     if (said := gguf.find_int("expert_gating_func")) not in (None, _SQRT_SOFTPLUS):
         raise UnsupportedError(f"deepseek4.expert_gating_func {said} is of no known model; pass --model_path")
-    if not gguf.bool("expert_weights_norm", True):
-        raise UnsupportedError("a deepseek4 file whose router does not normalize is no known model; pass --model_path")
+    expect_norm(gguf)
     rope = rope_parameters(gguf)
     if rope_scaling_factor(gguf) != 1.0 and rope["rope_type"] != "yarn":
         raise UnsupportedError(
@@ -39,7 +36,7 @@ def _deepseek4(gguf: Metadata) -> tuple[str, Values]:
         "n_shared_experts": gguf.int("expert_shared_count"),
         "routed_scaling_factor": gguf.float("expert_weights_scale"),
         "scoring_func": "sqrtsoftplus",
-        "swiglu_limit": _limit(gguf),
+        "swiglu_limit": clamp(gguf, "swiglu_clamp_exp", "swiglu_clamp_shexp"),
         "mlp_layer_types": ["hash_moe" if layer < hashed else "moe" for layer in range(gguf.layers)],
         "head_dim": size,
         "partial_rotary_factor": rotary_share(gguf, size),
@@ -69,20 +66,6 @@ def _layer_types(gguf: Metadata) -> list[str]:
             f"{', '.join(map(str, _LAYER_TYPES))} are needed"
         )
     return [_LAYER_TYPES[int(rate)] for rate in rates]
-
-
-def _limit(gguf: Metadata) -> float:
-    """The bound of what experts multiply, the same in all layers, of shared ones too unless the file says another."""
-    found = set()
-    for key in ("swiglu_clamp_exp", "swiglu_clamp_shexp"):
-        said = gguf.raw(key)
-        if said is not None:
-            found |= {float(f"{one:.7g}") for one in np.asarray(said, dtype=float).ravel()[: gguf.layers]}
-    if len(found) != 1:
-        raise UnsupportedError(
-            f"deepseek4.swiglu_clamp_exp and _shexp say {sorted(found)}; one number for all layers is supported"
-        )
-    return found.pop()
 
 
 COMPRESSED_FAMILIES: Mapping[str, Family] = {"deepseek4": _deepseek4}

@@ -16,6 +16,7 @@ from ktransformers.models.gguf.fields import (
     SOFTMAX,
     Family,
     expect_gating,
+    expect_norm,
     experts,
     gating,
     groups,
@@ -282,8 +283,7 @@ def _exaone_moe(gguf: Metadata) -> tuple[str, Values]:
 
 def _afmoe(gguf: Metadata) -> tuple[str, Values]:
     expect_gating(gguf, SIGMOID)
-    if not gguf.bool("expert_weights_norm", True):
-        raise UnsupportedError("an afmoe file whose router does not normalize is no known model; pass --model_path")
+    expect_norm(gguf)
     return "afmoe", {
         **experts(gguf, "num_experts"),
         **head_dim(gguf),

@@ -13,7 +13,9 @@ __all__ = [
     "SIGMOID",
     "SOFTMAX",
     "Family",
+    "clamp",
     "expect_gating",
+    "expect_norm",
     "experts",
     "gating",
     "groups",
@@ -89,6 +91,27 @@ def expect_gating(gguf: Metadata, wanted: int) -> None:
     """Raise UnsupportedError for a router that makes weights of scores in the other way."""
     if gating(gguf, wanted) != wanted:
         raise UnsupportedError(f"{gguf.arch} with this expert_gating_func is no known model; pass --model_path")
+
+
+def expect_norm(gguf: Metadata) -> None:
+    """Raise UnsupportedError for a router that does not normalize, of which the family's class has no such switch."""
+    if not gguf.bool("expert_weights_norm", True):
+        raise UnsupportedError(
+            f"a {gguf.arch} file whose router does not normalize is no known model; pass --model_path"
+        )
+
+
+def clamp(gguf: Metadata, *keys: str) -> float:
+    """Return the number at which MLPs clamp, the same in all layers. Raises UnsupportedError unless `keys`, those that
+    the file has, say one number above 0.
+    """
+    found = {limit for key in keys for limit in gguf.floats(key) or ()}
+    if len(found) != 1 or min(found) <= 0:
+        raise UnsupportedError(
+            f"{' and '.join(keys)} of a {gguf.arch} file say {sorted(found)!r:.60}: MLPs that do not clamp at one "
+            "value are of no known model; pass --model_path"
+        )
+    return found.pop()
 
 
 def routing(gguf: Metadata) -> Values:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from ktransformers.errors import UnsupportedError
-from ktransformers.models.gguf.metadata import Metadata
+from ktransformers.models.gguf.metadata import Metadata, repeated
 
 __all__ = ["NEUTRAL", "check_unread", "is_key_of_other_parts"]
 
@@ -32,6 +32,17 @@ def _any(gguf: Metadata, value: object) -> bool:
 
 def _never(gguf: Metadata, value: object) -> bool:
     return False
+
+
+def _said(gguf: Metadata, key: str) -> object:
+    """The value of another key: of an array by layer the one number that it repeats. None: nothing, or several."""
+    value = repeated(gguf.metadata.get(f"{gguf.arch}.{key}"))
+    return None if isinstance(value, np.ndarray) else value
+
+
+def _one_of(value: object, *wanted: object) -> bool:
+    """Whether a value is one of some, which an array is not."""
+    return not isinstance(value, np.ndarray) and value in wanted
 
 
 def _off(gguf: Metadata, value: object) -> bool:
@@ -58,22 +69,22 @@ def _equals(of: Callable[[Metadata], object]) -> Neutral:
         wanted = of(gguf)
         if isinstance(value, np.ndarray | list):
             return all(one in (0, wanted) for one in np.asarray(value).ravel().tolist())
-        return value in (0, wanted)
+        return _one_of(value, 0, wanted)
 
     return check
 
 
 def _key_length(gguf: Metadata) -> object:
-    return gguf.metadata.get(f"{gguf.arch}.attention.key_length") or _usual_length(gguf)
+    return _said(gguf, "attention.key_length") or _usual_length(gguf)
 
 
 def _usual_length(gguf: Metadata) -> object:
-    heads, width = (gguf.metadata.get(f"{gguf.arch}.{key}") for key in ("attention.head_count", "embedding_length"))
+    heads, width = _said(gguf, "attention.head_count"), _said(gguf, "embedding_length")
     return width // heads if isinstance(heads, int) and isinstance(width, int) and heads > 0 else None
 
 
 def _swa_length(gguf: Metadata) -> object:
-    return gguf.metadata.get(f"{gguf.arch}.attention.key_length_swa") or _key_length(gguf)
+    return _said(gguf, "attention.key_length_swa") or _key_length(gguf)
 
 
 def _has_latent(gguf: Metadata) -> bool:
@@ -103,7 +114,7 @@ _WITHOUT_GATING = {"llama4": 2, "nemotron_h_moe": 2, "gpt-oss": 3}
 
 def _gating(gguf: Metadata, value: object) -> bool:
     wanted = _WITHOUT_GATING.get(gguf.arch, 1)
-    return not gguf.has(r"ffn_gate_inp\.weight") or value in (0, wanted, *((3,) if wanted == 1 else ()))
+    return not gguf.has(r"ffn_gate_inp\.weight") or _one_of(value, 0, wanted, *((3,) if wanted == 1 else ()))
 
 
 def _weights_norm(gguf: Metadata, value: object) -> bool:
@@ -120,13 +131,13 @@ def _parallel(gguf: Metadata, value: object) -> bool:
 
 def _window(gguf: Metadata, value: object) -> bool:
     """None, or one that every text fits into."""
-    context = gguf.metadata.get(f"{gguf.arch}.context_length")
+    context = _said(gguf, "context_length")
     sees_all = isinstance(value, int) and isinstance(context, int) and value >= context
     return _off(gguf, value) or sees_all
 
 
 def _window_pattern(gguf: Metadata, value: object) -> bool:
-    return _off(gguf, value) or _window(gguf, gguf.metadata.get(f"{gguf.arch}.attention.sliding_window") or 0)
+    return _off(gguf, value) or _window(gguf, _said(gguf, "attention.sliding_window") or 0)
 
 
 def _attention_scale(gguf: Metadata, value: object) -> bool:
@@ -137,9 +148,8 @@ def _attention_scale(gguf: Metadata, value: object) -> bool:
 
 def _local_base(gguf: Metadata, value: object) -> bool:
     """The base of layers with a window, where there are none, or that of all."""
-    base = gguf.metadata.get(f"{gguf.arch}.rope.freq_base", 10000.0)
-    window = gguf.metadata.get(f"{gguf.arch}.attention.sliding_window")
-    return value == base or _window(gguf, window or 0)
+    base = _said(gguf, "rope.freq_base") or 10000.0
+    return _one_of(value, base) or _window(gguf, _said(gguf, "attention.sliding_window") or 0)
 
 
 _TEXT_SECTIONS = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
@@ -152,7 +162,7 @@ def _sections(gguf: Metadata, value: object) -> bool:
 
 
 def _scaling_kind(gguf: Metadata, value: object) -> bool:
-    return value in ("none", "linear")
+    return _one_of(value, "none", "linear")
 
 
 def _finetuned(gguf: Metadata, value: object) -> bool:
@@ -164,7 +174,7 @@ def _causal(gguf: Metadata, value: object) -> bool:
     return value is True
 
 
-_same_hidden = _equals(lambda gguf: gguf.metadata.get(f"{gguf.arch}.embedding_length"))
+_same_hidden = _equals(lambda gguf: _said(gguf, "embedding_length"))
 
 NEUTRAL: Mapping[str, Neutral] = {
     # What describes, and what other parts of the program or of the file read.
@@ -198,9 +208,7 @@ NEUTRAL: Mapping[str, Neutral] = {
     **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale", "expert_group_scale"), _factor),
     **dict.fromkeys(("attention.output_scale", "attention.value_scale"), _factor),
     "attention.scale": _attention_scale,
-    "attention.temperature_length": lambda gguf, value: _off(
-        gguf, gguf.metadata.get(f"{gguf.arch}.attention.temperature_scale") or 0
-    ),
+    "attention.temperature_length": lambda gguf, value: _off(gguf, _said(gguf, "attention.temperature_scale") or 0),
     # Attention.
     "attention.head_count": _off,
     "attention.head_count_kv": _off,

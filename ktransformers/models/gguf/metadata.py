@@ -11,10 +11,17 @@ import numpy as np
 
 from ktransformers.errors import FormatError, UnsupportedError
 
-__all__ = ["Metadata", "Values"]
+__all__ = ["Metadata", "Values", "repeated"]
 
 MAX_COUNT = 1 << 31
 Values = dict[str, object]
+
+
+def repeated(value: object) -> object:
+    """Return what an array says of every layer, if that is the same; all else as it is."""
+    if isinstance(value, np.ndarray) and value.size and (value == value.flat[0]).all():
+        return value.flat[0].item()
+    return value
 
 
 class Metadata:
@@ -75,9 +82,7 @@ class Metadata:
         """Return a count, or None when the file does not say. A list with one entry per layer must hold one
         value only.
         """
-        value = self.raw(key)
-        if isinstance(value, np.ndarray) and value.size and (value == value.flat[0]).all():
-            value = value.flat[0].item()
+        value = repeated(self.raw(key))
         if value is None:
             return None
         if isinstance(value, np.ndarray):

@@ -13,7 +13,9 @@ from ktransformers.models.gguf.fields import (
     SIGMOID,
     SOFTMAX,
     Family,
+    clamp,
     expect_gating,
+    expect_norm,
     experts,
     gating,
     head_dim,
@@ -35,14 +37,6 @@ logger = logging.getLogger(__name__)
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def _expect_norm(gguf: Metadata) -> None:
-    """Raise UnsupportedError for a router of which the family's class has no such switch."""
-    if not gguf.bool("expert_weights_norm", True):
-        raise UnsupportedError(
-            f"a {gguf.arch} file whose router does not normalize is no known model; pass --model_path"
-        )
-
-
 def _two_rotations(gguf: Metadata) -> Values:
     """Layers without a window rotate as the file scales it; those with one by a base of their own, unscaled."""
     rope = rope_parameters(gguf)
@@ -52,7 +46,7 @@ def _two_rotations(gguf: Metadata) -> Values:
 
 def _laguna(gguf: Metadata) -> tuple[str, Values]:
     expect_gating(gguf, SIGMOID)
-    _expect_norm(gguf)
+    expect_norm(gguf)
     size, heads = gguf.int("attention.key_length"), gguf.ints("attention.head_count")
     rotations = _two_rotations(gguf)["rope_parameters"]
     assert isinstance(rotations, dict)
@@ -118,7 +112,7 @@ def _cohere2moe(gguf: Metadata) -> tuple[str, Values]:
 
 def _hy_v3(gguf: Metadata) -> tuple[str, Values]:
     expect_gating(gguf, SIGMOID)
-    _expect_norm(gguf)
+    expect_norm(gguf)
     values = {**experts(gguf, "num_experts"), **head_dim(gguf)}
     inner, shared = values.get("moe_intermediate_size"), gguf.shape("ffn_up_shexp.weight")
     if shared is None or not isinstance(inner, int) or shared[0] % inner:
@@ -136,7 +130,7 @@ def _hy_v3(gguf: Metadata) -> tuple[str, Values]:
 def _minimax_m3(gguf: Metadata) -> tuple[str, Values]:
     """MLPs clamp and scale their gates by the published 7 and 1.702, as llama.cpp does."""
     expect_gating(gguf, SIGMOID)
-    _expect_norm(gguf)
+    expect_norm(gguf)
     values = experts(gguf, "num_local_experts")
     inner = values.pop("moe_intermediate_size", None)
     shared = gguf.shape("ffn_up_shexp.weight")
@@ -236,7 +230,7 @@ def _mistral4(gguf: Metadata) -> tuple[str, Values]:
 def _step35(gguf: Metadata) -> tuple[str, Values]:
     """Layers without a window rotate half of a head, which no key says, and have fewer heads."""
     expect_gating(gguf, SIGMOID)
-    _expect_norm(gguf)
+    expect_norm(gguf)
     size, values = gguf.int("attention.key_length"), {**experts(gguf, "n_routed_experts"), **windows(gguf, 1)}
     kinds, kv_heads = values["layer_types"], set(gguf.ints("attention.head_count_kv"))
     assert isinstance(kinds, list)
@@ -277,9 +271,6 @@ def _step35(gguf: Metadata) -> tuple[str, Values]:
 def _glm5_next(gguf: Metadata) -> tuple[str, Values]:
     """Nothing rotates, and all MLPs clamp at one value."""
     expect_gating(gguf, SIGMOID)
-    limits = set(gguf.floats("swiglu_clamp_exp") or []) | set(gguf.floats("swiglu_clamp_shexp") or [])
-    if len(limits) != 1 or 0.0 in limits:
-        raise UnsupportedError("a glm5-next file whose MLPs do not clamp at one value is no known model")
     linear = [f"blk.{layer}.ssm_a" in gguf.shapes for layer in range(gguf.layers)]
     full = gguf.by_layer("attention.indexer.types") or [True] * gguf.layers
     return "glm5_next_text", {
@@ -292,7 +283,7 @@ def _glm5_next(gguf: Metadata) -> tuple[str, Values]:
         "indexer_types": ["full" if one else "shared" for one in full],
         "index_kpool": gguf.int("attention.indexer.kpool"),
         "index_kpool_always_select_tail": gguf.bool("attention.indexer.kpool_select_tail", True),
-        "swiglu_limit": limits.pop(),
+        "swiglu_limit": clamp(gguf, "swiglu_clamp_exp", "swiglu_clamp_shexp"),
         "linear_head_dim": gguf.int("kda.head_dim"),
         "linear_num_heads": _linear_heads(gguf),
         "linear_conv_kernel_dim": gguf.int("ssm.conv_kernel"),
@@ -306,12 +297,9 @@ def _glm5_next(gguf: Metadata) -> tuple[str, Values]:
 
 def _hy_v4(gguf: Metadata) -> tuple[str, Values]:
     expect_gating(gguf, SIGMOID)
-    limits = set(gguf.floats("swiglu_clamp_exp") or [])
     full = gguf.by_layer("attention.indexer.types")
-    if len(limits) != 1 or 0.0 in limits or full is None:
-        raise UnsupportedError(
-            "a hy_v4 file without indexers, or whose experts do not clamp at one value; pass --model_path"
-        )
+    if full is None:
+        raise UnsupportedError("a hy_v4 file without indexers is no known model; pass --model_path")
     return "hy_v4", {
         **experts(gguf, "n_routed_experts"),
         **{name: value for name, value in routing(gguf).items() if name != "first_k_dense_replace"},
@@ -319,7 +307,7 @@ def _hy_v4(gguf: Metadata) -> tuple[str, Values]:
         **indexer(gguf),
         "mlp_layer_types": mlp_kinds(gguf),
         "indexer_types": ["full" if one else "shared" for one in full],
-        "swiglu_limit": limits.pop(),
+        "swiglu_limit": clamp(gguf, "swiglu_clamp_exp"),
         "hc_mult": gguf.int("hyper_connection.count"),
         "hc_eps": gguf.float("hyper_connection.epsilon"),
         "hc_magnitude": gguf.float("hyper_connection.magnitude"),

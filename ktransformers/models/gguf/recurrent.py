@@ -6,6 +6,7 @@ Which layer is of which kind is asked of the tensors: metadata say it in a diffe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 
 from ktransformers.errors import FormatError, UnsupportedError
 from ktransformers.models.gguf.fields import SIGMOID, expect_gating, groups
@@ -127,22 +128,23 @@ def _ngrams(gguf: Metadata) -> Values:
     if not layers:
         return {"ple_layer_ids": None}
     table = gguf.shapes.get("per_layer_token_embd.weight")
-    if len(layers) != 1 or table is None:
+    if len(layers) != 1 or table is None or len(table) != 2:
         raise UnsupportedError(
-            f"a {gguf.arch} file with embeddings of n-grams in {len(layers)} layers, or without "
-            "per_layer_token_embd.weight: one table for one layer is what llama.cpp's converter writes"
+            f"a {gguf.arch} file with embeddings of n-grams in {len(layers)} layers, or without a "
+            "matrix per_layer_token_embd.weight: one table for one layer is what llama.cpp's converter writes"
         )
-    size, per_ngram = gguf.int("ple.ngram_size"), gguf.int("ple.heads_per_ngram")
+    size, per_ngram = gguf.int("ple.ngram_size", 2), gguf.int("ple.heads_per_ngram")
     heads = (size - 1) * per_ngram
     sizes, offsets = gguf.list("ple.head_vocab_sizes"), gguf.list("ple.head_offsets")
     factors = gguf.list("ple.layer_multipliers")
     vocab, eos = gguf.shapes["token_embd.weight"][0], gguf.int("ple.eos_token_id")
     if (
         len(sizes) != heads
-        or sizes != primes_from(sizes[0], heads)
-        or offsets != [sum(sizes[:index]) for index in range(heads)]
-        or factors != hash_multipliers(vocab, size, 0, _SEED)
+        or not all(0 < one <= table[0] for one in sizes)
         or sum(sizes) > table[0]
+        or any(one != prime for one, prime in zip(sizes, primes_from(sizes[0]), strict=False))
+        or [*offsets, sum(sizes)] != list(accumulate(sizes, initial=0))
+        or factors != hash_multipliers(vocab, size, 0, _SEED)
     ):
         raise UnsupportedError(
             f"a {gguf.arch} file whose numbers of n-grams (ple.head_vocab_sizes, ple.head_offsets, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -62,6 +63,7 @@ class GGUFSource:
         self._model = model
         self._tensors = model.tensors
         self._facts = facts
+        self._mixed: set[str] = set()  # names of parameters that were reported
         self._names = GGUFNames(model.architecture, facts, self._tensors)
         self._report_transcoding()
         if others := sum(is_of_other_parts(name) for name in self._tensors):
@@ -104,6 +106,8 @@ class GGUFSource:
         """Return a tensor in a type the native kernels read. Raises TensorMismatchError when it is missing."""
         stored = self._found(name)
         if self._is_computed(stored):
+            if self._is_mixed(stored):
+                self._report_mixed(name, stored)
             return RawTensor.from_tensor(self.dense(name))
         shape = self._shape(name, stored)
         if stored.change is Change.CONCAT_ROWS:
@@ -218,10 +222,8 @@ class GGUFSource:
             self._check_columns(stored, shape[-1])
             return (*shape[:-1], len(stored.columns) * stored.run)
         if stored.change is Change.CONCAT_ROWS:
-            if any(other[1:] != shape[1:] for other in shapes) or len(set(self._types_of(stored.names))) > 1:
-                raise TensorMismatchError(
-                    f"tensors {stored.names} have different widths or types; {name!r} needs them equal"
-                )
+            if any(other[1:] != shape[1:] for other in shapes):
+                raise TensorMismatchError(f"tensors {stored.names} have different widths; {name!r} needs them equal")
             return (sum(other[0] for other in shapes), *shape[1:])
         if stored.change is Change.KV_B_FROM_PARTS:
             k_b, v_b = self._kv_b_shapes()
@@ -255,11 +257,23 @@ class GGUFSource:
 
     def _is_computed(self, stored: Stored) -> bool:
         """Whether the parameter is made of what the file's numbers are, not of its blocks."""
-        if stored.change in _COMPUTED:
+        if stored.change in _COMPUTED or self._is_mixed(stored):
             return True
         if stored.form is not Form.AS_STORED:
             return True  # small, and read as numbers
         return stored.columns is not None and stored.run % block_size(self._tensors[stored.names[0]].qtype) != 0
+
+    def _is_mixed(self, stored: Stored) -> bool:
+        """Whether parts of several types are joined: blocks of one type cannot hold them all."""
+        return stored.change is Change.CONCAT_ROWS and len(set(self._types_of(stored.names))) > 1
+
+    def _report_mixed(self, name: str, stored: Stored) -> None:
+        """One line for the parameters of a name, whatever their layers."""
+        kind = re.sub(r"\d+", "N", name)
+        if kind not in self._mixed:
+            self._mixed.add(kind)
+            types = ", ".join(one.name for one in self._types_of(stored.names))
+            logger.warning("%s is joined of tensors of different types (%s) and held as F32", kind, types)
 
     def _reshaped(self, stored: str, shape: tuple[int, ...], wanted: tuple[int, int, int]) -> tuple[int, ...]:
         """`wanted` if it is the same rows of the same width (some converters merge the first two dimensions)."""

@@ -21,6 +21,7 @@ from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf.config import config_from_gguf
 from ktransformers.weights.gguf.file import open_gguf
 from ktransformers.weights.gguf.source import GGUFSource
+from tests.models.gguf.test_gguf_architectures import check_hostile
 from tests.support.engines.one_sequence import static_engine
 from tests.support.gguf.writer import add_tensor
 from tests.support.models.agreement import INT8_TOLERANCE, TOLERANCE, dequantized, logits_of, prompt
@@ -236,7 +237,10 @@ def test_the_config_comes_back(tmp_path: Path) -> None:
         ({"rope__scaling__type": None}, UnsupportedError, r"without rope\.scaling\.type yarn"),
         ({"attention__compress_ratios": [0, 4, 2]}, FormatError, r"compress_ratios is \[0, 4, 2\]"),
         ({"attention__compress_ratios": [0, 4]}, FormatError, r"3 counts are needed"),
-        ({"swiglu_clamp_shexp": 7.0}, UnsupportedError, r"swiglu_clamp_exp and _shexp say \[7\.0, 10\.0\]"),
+        ({"swiglu_clamp_shexp": 7.0}, UnsupportedError, r"swiglu_clamp_shexp of a deepseek4 file say \[7\.0, 10\.0\]"),
+        ({"swiglu_clamp_exp": [10.0, 10.0]}, FormatError, r"3 numbers are needed"),
+        ({"swiglu_clamp_exp": float("nan")}, FormatError, r"a finite number is needed"),
+        ({"swiglu_clamp_exp": 0.0}, UnsupportedError, r"say \[0\.0\]"),
         ({"hyper_connection__count": None}, FormatError, r"lacks deepseek4\.hyper_connection\.count"),
     ],
 )
@@ -246,6 +250,10 @@ def test_what_no_known_model_says(
     opened = open_gguf(write(model_of(64), tmp_path / "model.gguf", **changed))
     with pytest.raises(error, match=what):
         config_from_gguf(opened.metadata, {name: one.shape for name, one in opened.tensors.items()})
+
+
+def test_no_value_of_a_key_is_taken_amiss(tmp_path: Path) -> None:
+    check_hostile(open_gguf(write(model_of(64), tmp_path / "model.gguf")))
 
 
 def test_experts_of_each_token_are_whole_numbers(tmp_path: Path) -> None:

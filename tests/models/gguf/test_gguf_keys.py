@@ -24,6 +24,7 @@ from ktransformers.errors import FormatError, KTransformersError, UnsupportedErr
 from ktransformers.models.gguf.config import FACTOR_TENSORS, config_from_gguf
 from ktransformers.models.gguf.families import FAMILIES
 from ktransformers.models.gguf.keys import NEUTRAL
+from ktransformers.models.gguf.metadata import Metadata
 from ktransformers.models.gguf.recurrent import RECURRENT_FAMILIES
 from ktransformers.models.gguf.sampling import sampling_defaults
 from ktransformers.weights.gguf.file import open_gguf
@@ -113,6 +114,37 @@ def test_every_key_was_decided_upon() -> None:
     assert sorted(READ_BY_LLAMA_CPP - NEUTRAL.keys()) == []
     others = package_keys() - own
     assert [key for key in sorted(others) if not any(re.fullmatch(one, key) for one in DESCRIBED_ELSEWHERE)] == []
+
+
+ODD: tuple[object, ...] = (
+    0,
+    -1,
+    "x",
+    True,
+    0.5,
+    np.array([1, 1]),
+    np.array([1, -2]),
+    np.array([]),
+    np.array(["x", "y"]),
+    [0.5] * 8,
+)
+
+
+@pytest.mark.parametrize(
+    "others", [{}, dict.fromkeys(NEUTRAL, np.array([8, 8])), dict.fromkeys(NEUTRAL, np.array([8, 2]))]
+)
+def test_any_value_of_any_key_is_judged(others: dict[str, object]) -> None:
+    """Also one for each layer, where a key that the judgement asks for has one for each layer too."""
+    said = {"general.architecture": "qwen2", **{f"qwen2.{key}": value for key, value in others.items()}}
+    gguf = Metadata(said, {"blk.0.ffn_gate_inp.weight": (2, 2)})
+    for key, neutral in NEUTRAL.items():
+        assert {type(neutral(gguf, value)) for value in ODD} <= {bool, np.bool}, key
+
+
+def test_a_length_of_keys_for_each_layer_is_one_where_all_are_the_same() -> None:
+    gguf = Metadata({"general.architecture": "qwen2", "qwen2.attention.key_length": np.array([16, 16])}, {})
+    assert NEUTRAL["rope.dimension_count"](gguf, 16)
+    assert not NEUTRAL["rope.dimension_count"](gguf, 8)
 
 
 # What changes the answer wherever it is read, most often in no more than some families.

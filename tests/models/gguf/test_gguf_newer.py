@@ -5,10 +5,12 @@ Against `transformers` in fp32, from the file alone. The prompt is longer than e
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
@@ -20,11 +22,13 @@ from ktransformers.models.gguf.config import config_from_gguf
 from ktransformers.weights.gguf.file import GGUFModel, open_gguf
 from ktransformers.weights.gguf.newer_names import NEWER, NewerNames
 from ktransformers.weights.gguf.source import GGUFSource
+from tests.docs.named import ROOT
 from tests.models.gguf.test_gguf_architectures import check_hostile
 from tests.support.engines.one_sequence import static_engine
 from tests.support.gguf.newer import write_newer
 from tests.support.gguf.newer_metadata import METADATA
 from tests.support.gguf.newer_models import CASES, newer_model
+from tests.support.gguf.writer import ARCH_OF
 from tests.support.models.agreement import TOLERANCE, logits_of, prompt
 
 
@@ -73,6 +77,30 @@ def test_experts_of_gate_and_up_stay_in_their_type(qtype: QuantType, tmp_path: P
     assert source.find("model.layers.0.shared_mlp.input_linear.weight") is not None
 
 
+def test_parts_of_several_types_are_joined(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Mixtures choose a type for each tensor, and modules have gates and ups in one; said once, not for each layer."""
+    model = newer_model("minimax-m3")
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            if key.endswith("gate_up_proj.weight"):
+                weight.copy_(weight.half())
+    path = write_newer(model, tmp_path / "m.gguf", "minimax-m3", halves=("ffn_up.weight", "ffn_up_shexp.weight"))
+    opened = open_gguf(path)
+    source = GGUFSource(opened, ModelFacts.of(config_of_model(opened)))
+    mixed = [one for one in map(source.find, model.state_dict()) if one and one.stored_type == "F32+F16"]
+    assert len(mixed) == model.config.num_hidden_layers
+    for info in mixed:
+        raw = source.tensor(info.name)
+        assert (info.resident_type, info.nbytes) == (QuantType.F32, raw.nbytes)
+        assert torch.equal(raw.data.view(torch.float32).view(raw.shape), model.get_parameter(info.name))
+    said = [record.getMessage() for record in caplog.records if "of different types" in record.getMessage()]
+    assert said == [
+        f"model.layers.N.mlp.{part}.weight is joined of tensors of different types (F32, F16) and held as F32"
+        for part in ("gate_up_proj", "shared_experts.gate_up_proj")
+    ]
+    check_engine(model, path)
+
+
 REFUSED: list[tuple[str, dict[str, object], str]] = [
     ("laguna", {"expert_weights_norm": False}, "does not normalize"),
     ("laguna", {"expert_gating_func": 1}, "no known model"),
@@ -113,6 +141,13 @@ def test_growth_of_mistral4_is_read(tmp_path: Path) -> None:
     opened = open_gguf(write_newer(newer_model("mistral4"), tmp_path / "m.gguf", "mistral4"))
     config = config_from_gguf({**opened.metadata, "mistral4.attention.temperature_scale": 0.5}, shapes_of(opened))
     assert config.rope_parameters["llama_4_scaling_beta"] == 0.5
+
+
+def test_the_readme_denies_no_family_its_files() -> None:
+    rows = re.findall(r"^\| ([^|]+) \| no \| yes \|", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    denied = {name for row in rows for name in re.findall(r"\w+", row)}
+    assert "longcat_flash" in denied
+    assert denied & {*ARCH_OF, *(model_type for _, model_type, _ in CASES.values())} == set()
 
 
 def test_every_newer_architecture_is_written() -> None:

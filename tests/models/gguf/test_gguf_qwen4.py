@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
 
 import gguf
@@ -13,11 +14,12 @@ from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.model.opened import config_of_model
-from ktransformers.errors import UnsupportedError
+from ktransformers.errors import KTransformersError, UnsupportedError
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.gguf.config import config_from_gguf
 from ktransformers.models.ngram_hash import hash_multipliers, primes_from
 from ktransformers.weights.gguf.file import open_gguf
+from tests.models.gguf.test_gguf_architectures import check_hostile
 from tests.support.engines.fake_gpus import fake_hardware
 from tests.support.engines.one_sequence import static_engine
 from tests.support.gguf.qwen4 import write_qwen4_gguf
@@ -97,11 +99,33 @@ def test_numbers_of_another_seed_are_refused(key: str, tmp_path: Path) -> None:
         config_from_gguf(metadata, shapes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "table"),
+    [
+        ({"ngram_size": 1, "head_vocab_sizes": np.array([], dtype=np.int64)}, (1 << 12, 16)),
+        ({"head_vocab_sizes": np.array([1 << 62, *[-(1 << 59)] * 7])}, (1 << 12, 16)),  # whose primes take years
+        ({"head_vocab_sizes": np.array([2] * 8)}, (1 << 12, 16)),
+        ({}, (1 << 20,)),
+    ],
+)
+def test_hostile_numbers_of_ngrams(changes: dict[str, object], table: tuple[int, ...], tmp_path: Path) -> None:
+    file = open_gguf(write_qwen4_gguf(qwen4(), tmp_path / "m.gguf"))
+    metadata = dict(file.metadata) | {f"qwen4exp.ple.{key}": value for key, value in changes.items()}
+    shapes = {name: tensor.shape for name, tensor in file.tensors.items()} | {"per_layer_token_embd.weight": table}
+    assert len(np.asarray(file.metadata["qwen4exp.ple.head_vocab_sizes"])) == 8
+    with pytest.raises(KTransformersError, match=r"ngram_size is 1|do not follow from the seed|a matrix"):
+        config_from_gguf(metadata, shapes)
+
+
+def test_no_value_of_a_key_is_taken_amiss(tmp_path: Path) -> None:
+    check_hostile(open_gguf(write_qwen4_gguf(qwen4(), tmp_path / "m.gguf")))
+
+
 def test_numbers_of_published_files() -> None:
     """Those of Qwen3.8-Flash-Next's n-grams, as its files have them."""
     assert hash_multipliers(248320, 3, 0, 1234) == [23703573157769, 20109073645365, 8052911324071]
-    sizes = primes_from(20_000_000, 16)
+    sizes = list(islice(primes_from(20_000_000), 16))
     assert sizes[:3] == [20000003, 20000023, 20000033]
     assert sizes[-1] == 20000171
     assert sum(sizes[:-1]) == 300001275
-    assert primes_from(1, 4) == [2, 3, 5, 7]
+    assert list(islice(primes_from(1), 4)) == [2, 3, 5, 7]

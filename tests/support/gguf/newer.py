@@ -84,11 +84,17 @@ Tensors = Iterator[tuple[str, np.ndarray]]
 
 
 def write_newer(
-    model: PreTrainedModel, path: Path, arch: str, *, fused_qkv: bool = False, qtype: QuantType = QuantType.F32
+    model: PreTrainedModel,
+    path: Path,
+    arch: str,
+    *,
+    fused_qkv: bool = False,
+    qtype: QuantType = QuantType.F32,
+    halves: tuple[str, ...] = (),
 ) -> Path:
     """Write `model` (config and weights, no tokenizer) to `path` as `arch`. fused_qkv: as --fuse-qkv joins them.
 
-    qtype: of experts.
+    qtype: of experts. halves: parts of names of tensors that are F16.
     """
     config: Any = model.config
     writer = gguf.GGUFWriter(path, arch)
@@ -102,7 +108,8 @@ def write_newer(
     if arch == "step35":
         tensors["rope_freqs.weight"] = _step35_factors(config)
     for name, values in tensors.items():
-        add_tensor(writer, name, np.atleast_1d(values), qtype if "_exps" in name else QuantType.F32)
+        of_name = QuantType.F16 if any(part in name for part in halves) else QuantType.F32
+        add_tensor(writer, name, np.atleast_1d(values), qtype if "_exps" in name else of_name)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
