@@ -48,7 +48,7 @@ class MtpFamily:
     why_not: str | None = None
 
     @property
-    def entry(self) -> tuple[str, bool]:
+    def hidden_states_at(self) -> tuple[str, bool]:
         """The module at which the target's hidden states are taken, and whether behind it or in front of it."""
         return (self.norm, self.takes_normed) if self.mixer is None else (self.mixer, False)
 

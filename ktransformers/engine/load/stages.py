@@ -243,7 +243,7 @@ def arrange_model(loaded: LoadedWeights, lenders: Lenders | None = None) -> Arra
     if loaded.layout.is_cpu and opened.config.pipeline == 1:
         forward.short = find_fused_decode(opened.model, planned.shapes, pool, loaded.longest)
     if loaded.drafts_of_hidden_states:
-        module, is_behind = mtp_family(opened.facts.model_type).entry
+        module, is_behind = mtp_family(opened.facts.model_type).hidden_states_at
         forward.last_hidden = LastHiddenHook(opened.model, module, is_normed=is_behind)
     return ArrangedModel(loaded, cache, identified, forward)
 

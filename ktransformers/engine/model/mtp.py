@@ -141,11 +141,8 @@ def _streamed_input(base: Any, layer: Any, family: MtpFamily, eps: float) -> Mtp
     projection for the embedding and one for each stream, and norms. Where the class has a last norm, that of hidden
     states is one like it, of each stream; elsewhere it is over all streams, as the layer's norms of them are."""
     assert family.streams is not None, "hidden states are streams"
-    size, streams, last = (
-        base.config.hidden_size,
-        int(getattr(base.config, family.streams)),
-        getattr(base, "norm", None),
-    )
+    size, last = base.config.hidden_size, getattr(base, family.norm, None)
+    streams = int(getattr(base.config, family.streams))
     norm = type(layer.self_attn.q_norm if last is None else last)
     with torch.device("meta"):
         for name, width in zip(INPUT_NORMS, (size, size if last is not None else streams * size), strict=True):
