@@ -27,26 +27,47 @@ class MtpFamily:
     """How the layers for multi-token prediction of a family differ from the usual one.
 
     layer_type: of their attention, where neither `mtp_layer_types` nor `mtp_layers_block_type` of the config says it;
-    full in a model that has no layers of that type. norm: the name of the last norm in the family's class.
-    takes_normed: whether the hidden states that go into them are those behind the last norm, or those in front of it.
-    has_head: whether each has a head of its own. renamed: modules of the decoder layer that published files call
-    otherwise, {theirs: of the family's class}. is_streamed: hidden states are streams side by side, `hc_count` of them,
-    each of which is projected apart from the embedding, and norms that bring them together take the last norm's place.
-    why_not: why they are not run; None: they are.
+    full in a model with layers of full attention and none of that type. experts_type: of a feed-forward block of
+    experts, in `mlp_layer_types`. norm: the name of the last norm in the family's class. takes_normed: whether the
+    hidden states that go into them are those behind the last norm, or those in front of it. has_head: whether each has
+    a head of its own. renamed: modules of the decoder layer that published files call otherwise, {theirs: ours}; ours
+    are those of the family's class, and what all families' layers have besides (mtp_names.py). streams, mixer: hidden
+    states are streams side by side, as many as this field of the config says, each of which is projected apart from the
+    embedding; this module of the class brings them together, in front of the last norm or in its place, and hidden
+    states are those in front of it. why_not: why they are not run; None: they are.
     """
 
     layer_type: str = _FULL
+    experts_type: str = "sparse"
     norm: str = "norm"
     takes_normed: bool = True
     has_head: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)
-    is_streamed: bool = False
+    streams: str | None = None
+    mixer: str | None = None
     why_not: str | None = None
+
+    @property
+    def hidden_states_at(self) -> tuple[str, bool]:
+        """The module at which the target's hidden states are taken, and whether behind it or in front of it."""
+        return (self.norm, self.takes_normed) if self.mixer is None else (self.mixer, False)
 
 
 _USUAL = MtpFamily()
 _FAMILIES: Mapping[str, MtpFamily] = {
     "deepseek_v32": MtpFamily(layer_type=_INDEXED),
+    "deepseek_v4": MtpFamily(
+        layer_type=_SLIDING,
+        experts_type="moe",
+        renamed={
+            "e_proj": "fc_embedding",
+            "h_proj": "fc_hidden",
+            "norm": "final_layernorm",
+            **{f"hc_head_{part}": f"hc_head.hc_{part}" for part in ("fn", "base", "scale")},
+        },
+        streams="hc_mult",
+        mixer="hc_head",
+    ),
     "exaone4": MtpFamily(layer_type=_SLIDING),
     "exaone_moe": MtpFamily(layer_type=_SLIDING),
     "glm_moe_dsa": MtpFamily(layer_type=_INDEXED),
@@ -54,9 +75,7 @@ _FAMILIES: Mapping[str, MtpFamily] = {
     "mellum": MtpFamily(layer_type=_SLIDING),
     "mimo_v2_flash": MtpFamily(layer_type=_SLIDING, renamed={"pre_mlp_layernorm": "post_attention_layernorm"}),
     "nemotron_h": MtpFamily(norm="norm_f"),
-    "qwen4_exp_text": MtpFamily(
-        layer_type=_INDEXED, norm="hyper_connection_mixer", takes_normed=False, is_streamed=True
-    ),
+    "qwen4_exp_text": MtpFamily(layer_type=_INDEXED, streams="hc_count", mixer="hyper_connection_mixer"),
     "step3p5": MtpFamily(takes_normed=False, has_head=True),
 }
 
@@ -74,8 +93,8 @@ def mtp_layer_types(config: PretrainedConfig, index: int = 0) -> list[str]:
         return blocks
     if told := _names(text, "mtp_layer_types"):
         return [told[min(index, len(told) - 1)]]
-    usual = mtp_family(str(text.model_type)).layer_type
-    return [usual if usual in (getattr(text, "layer_types", None) or ()) else _FULL]
+    usual, types = mtp_family(str(text.model_type)).layer_type, getattr(text, "layer_types", None) or (_FULL,)
+    return [_FULL if usual not in types and _FULL in types else usual]
 
 
 def _names(config: PretrainedConfig, field_name: str) -> list[str]:
@@ -91,7 +110,7 @@ def mtp_config(config: PretrainedConfig, *, has_experts: bool, index: int = 0) -
     made, types = copy.deepcopy(text_config_of(config)), mtp_layer_types(config, index)
     wanted = {
         "layer_types": types,
-        "mlp_layer_types": ["sparse" if has_experts else "dense"],
+        "mlp_layer_types": [mtp_family(str(made.model_type)).experts_type if has_experts else "dense"],
         "indexer_types": ["full"],
         "first_k_dense_replace": 0 if has_experts else 1,
         "mlp_only_layers": [] if has_experts else [0],

@@ -391,7 +391,7 @@ SHAPES: Mapping[str, PublishedShape] = {
         PublishedShape("qwen3-30b-a3b", 48, _qwen3_30b_a3b),
         PublishedShape("deepseek-v2-lite", 27, _deepseek_v2_lite),
         PublishedShape("deepseek-v3", 61, _deepseek_v3, has_mtp=True),
-        PublishedShape("deepseek-v4-flash", 43, _deepseek_v4_flash),
+        PublishedShape("deepseek-v4-flash", 43, _deepseek_v4_flash, has_mtp=True),
         PublishedShape("glm-5.3-flash", 45, _glm_5_3_flash),
         PublishedShape("gpt-oss-20b", 24, partial(_gpt_oss, num_experts=32)),
         PublishedShape("gpt-oss-120b", 36, partial(_gpt_oss, num_experts=128)),

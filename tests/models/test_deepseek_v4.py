@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ktransformers.config import EngineConfig
 from tests.support.engines.one_sequence import static_engine
 from tests.support.models.agreement import INT8_TOLERANCE, TOLERANCE, logits_of, prompt
-from tests.support.models.fp8_models import published_name, write_published
+from tests.support.models.fp8_models import published_tensors, write_published
 from tests.support.models.tiny_models import tiny_model, write_safetensors
 
 LENGTH = 48  # three windows; more entries than the indexer chooses
@@ -43,14 +43,7 @@ def forward(folder: Path, num_threads: int) -> torch.Tensor:
 def test_the_names_of_published_files(model: PreTrainedModel, want: torch.Tensor, tmp_path: Path) -> None:
     """Without the base model's prefix, with names of its own, and with a block for multi-token prediction."""
     file = write_safetensors(model, tmp_path) / "model.safetensors"
-    renamed = {published_name(name): tensor for name, tensor in model.state_dict().items() if ".experts." not in name}
-    for name, fused in model.state_dict().items():
-        if ".experts." in name:
-            parts = fused.chunk(2, dim=1) if "gate_up" in name else (fused,)
-            for part, matrices in zip(("w1", "w3") if "gate_up" in name else ("w2",), parts, strict=True):
-                prefix = published_name(name).rpartition(".")[0]
-                renamed |= {f"{prefix}.{i}.{part}.weight": one.contiguous() for i, one in enumerate(matrices)}
-    safetensors.torch.save_file({**renamed, "mtp.0.norm.weight": torch.ones(64)}, file)
+    safetensors.torch.save_file({**published_tensors(model, None), "mtp.0.norm.weight": torch.ones(64)}, file)
     assert (forward(tmp_path, 1) - want).abs().max() <= TOLERANCE * want.abs().max()
 
 

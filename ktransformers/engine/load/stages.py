@@ -243,8 +243,8 @@ def arrange_model(loaded: LoadedWeights, lenders: Lenders | None = None) -> Arra
     if loaded.layout.is_cpu and opened.config.pipeline == 1:
         forward.short = find_fused_decode(opened.model, planned.shapes, pool, loaded.longest)
     if loaded.drafts_of_hidden_states:
-        family = mtp_family(opened.facts.model_type)
-        forward.last_hidden = LastHiddenHook(opened.model, family.norm, is_normed=family.takes_normed)
+        module, is_behind = mtp_family(opened.facts.model_type).hidden_states_at
+        forward.last_hidden = LastHiddenHook(opened.model, module, is_normed=is_behind)
     return ArrangedModel(loaded, cache, identified, forward)
 
 

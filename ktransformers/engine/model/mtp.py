@@ -4,7 +4,8 @@ DeepSeek-V3 (arXiv 2412.19437, 2.2) calls it so, GLM-4.5, Qwen3-Next, Qwen3.5 an
 
     eh_proj [enorm(embedding of token i + 1), hnorm(hidden states i)] ── decoder layer ── norm ── the model's own head
 
-Qwen4's hidden states are streams, in front of what brings them together, as vLLM has it:
+Where hidden states are streams, they are those in front of what brings them together: Qwen4, as vLLM has it, and
+DeepSeek-V4, as its own inference code has it, where a norm stands behind the mixer and hnorm is of each stream alone:
 
     fc_embedding enorm(embedding) + fc_hidden hnorm(streams), for each ── decoder layer ── mixer ── the model's own head
 
@@ -26,7 +27,7 @@ from typing_extensions import override
 from ktransformers.engine.model.mtp_names import INPUT_NORMS, OUTPUT_PROJECTION, PROJECTION, STREAM_PROJECTIONS
 from ktransformers.engine.model.skeleton import build_skeleton
 from ktransformers.errors import UnsupportedError
-from ktransformers.models.mtp_config import mtp_family
+from ktransformers.models.mtp_config import MtpFamily, mtp_family
 from ktransformers.operators.device import Device
 from ktransformers.operators.partial_sums import PassThrough, Placeholder
 
@@ -46,12 +47,18 @@ class MtpInput(Placeholder):
     """
 
     def __init__(
-        self, layer: nn.Module, hidden_size: int, parts: Sequence[str] = (*INPUT_NORMS, PROJECTION), streams: int = 1
+        self,
+        layer: nn.Module,
+        hidden_size: int,
+        parts: Sequence[str] = (*INPUT_NORMS, PROJECTION),
+        streams: int = 1,
+        *,
+        are_normed_apart: bool = False,
     ):
         """hidden_size: of the target. layer: has what projects the rows as children, by these names, until
-        `take_parts`. streams: hidden states are so many side by side."""
+        `take_parts`. streams: hidden states are so many side by side; are_normed_apart: each by a norm of its width."""
         super().__init__()
-        self._streams = streams
+        self._streams, self._normed = streams, streams if are_normed_apart else 1
         self.weight = torch.empty(1, hidden_size, device="meta")  # whose width others ask for
         self._layer, self._source = (layer,), tuple[nn.Module, ...]()  # not its children
         self._parts = tuple(parts)
@@ -109,7 +116,7 @@ class MtpInput(Placeholder):
             made = torch.randn(num_rows, width, generator=torch.Generator().manual_seed(0))
             given = made.to(embedded.device, embedded.dtype)
         hidden_states = given[None, :num_rows]
-        normed = [embedded, hidden_states]
+        normed = [embedded, hidden_states.reshape(1, num_rows * self._normed, -1)]
         if INPUT_NORMS[0] in self._parts:
             normed = [getattr(self, name)(part) for name, part in zip(INPUT_NORMS, normed, strict=True)]
         if STREAM_PROJECTIONS[0] in self._parts:
@@ -120,7 +127,7 @@ class MtpInput(Placeholder):
     def _streamed(self, embedded: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """The embedding beside each stream, both projected: [1, T, streams H] of what norms made of them."""
         of_embedding, of_stream = (getattr(self, name) for name in STREAM_PROJECTIONS)
-        streams = of_stream(hidden_states.reshape(1, -1, embedded.shape[-1])).view(hidden_states.shape)
+        streams = of_stream(hidden_states.reshape(1, -1, embedded.shape[-1])).view(1, embedded.shape[1], -1)
         made: torch.Tensor = streams + of_embedding(embedded).repeat(1, 1, self._streams)
         return made
 
@@ -129,18 +136,24 @@ class MtpInput(Placeholder):
         return self.project(self.source(input_ids).to("cpu", torch.float32))
 
 
-def _streamed_input(base: Any, layer: Any, eps: float) -> MtpInput:
-    """The placeholder for the embedding of a layer whose hidden states are streams (Qwen4), with its parts in `layer`:
-    a projection for the embedding and one for each stream; the norm of hidden states is over all streams."""
-    size, streams, norm = base.config.hidden_size, base.config.hc_count, type(layer.self_attn.q_norm)
+def _streamed_input(base: Any, layer: Any, family: MtpFamily, eps: float) -> MtpInput:
+    """The placeholder for the embedding of a layer whose hidden states are streams, with its parts in `layer`: a
+    projection for the embedding and one for each stream, and norms. Where the class has a last norm, that of hidden
+    states is one like it, of each stream; elsewhere it is over all streams, as the layer's norms of them are."""
+    assert family.streams is not None, "hidden states are streams"
+    size, last = base.config.hidden_size, getattr(base, family.norm, None)
+    streams = int(getattr(base.config, family.streams))
+    norm = type(layer.self_attn.q_norm if last is None else last)
     with torch.device("meta"):
-        for name, width in zip(INPUT_NORMS, (size, streams * size), strict=True):
+        for name, width in zip(INPUT_NORMS, (size, size if last is not None else streams * size), strict=True):
             layer.add_module(name, norm(width, eps=eps))
         for name in STREAM_PROJECTIONS:
             layer.add_module(name, nn.Linear(size, size, bias=False))
     base.config = copy.copy(base.config)  # by which the model's forward makes streams of embeddings: these are made
-    base.config.hc_count = 1
-    return MtpInput(layer, size, (*INPUT_NORMS, *STREAM_PROJECTIONS), streams)
+    setattr(base.config, family.streams, 1)
+    if last is not None:  # whose layers have streams in a dimension of their own
+        layer.register_forward_pre_hook(lambda _, args: (args[0].view(*args[0].shape[:2], streams, size), *args[1:]))
+    return MtpInput(layer, size, (*INPUT_NORMS, *STREAM_PROJECTIONS), streams, are_normed_apart=last is not None)
 
 
 def build_mtp(config: PretrainedConfig, trust_remote_code: bool, *, has_head: bool = False) -> PreTrainedModel:
@@ -148,7 +161,7 @@ def build_mtp(config: PretrainedConfig, trust_remote_code: bool, *, has_head: bo
     has one of its own. Raises UnsupportedError."""
     model: Any = build_skeleton(config, trust_remote_code)
     base, family = model.base_model, mtp_family(config.model_type)
-    layers, norm = getattr(base, "layers", None), getattr(base, family.norm, None)
+    layers, norm = getattr(base, "layers", None), getattr(base, family.mixer or family.norm, None)
     eps = getattr(config, "rms_norm_eps", None) or getattr(config, "layer_norm_epsilon", None)
     if not layers or norm is None or eps is None or not hasattr(model, "lm_head"):
         raise UnsupportedError(
@@ -156,8 +169,8 @@ def build_mtp(config: PretrainedConfig, trust_remote_code: bool, *, has_head: bo
             "known; take --speculative ngram, or --draft_model"
         )
     layer, size = layers[0], config.hidden_size
-    if family.is_streamed:
-        entry = _streamed_input(base, layer, eps)
+    if family.streams is not None:
+        entry = _streamed_input(base, layer, family, eps)
     else:
         with torch.device("meta"):
             for name in INPUT_NORMS:

@@ -2,6 +2,7 @@
 
 safetensors   model.layers.N.*            behind the model's own: DeepSeek, GLM, Ling, Hunyuan, Step
               mtp.*, mtp.layers.K.*       Qwen, EXAONE, Mellum, Nemotron-H, MiMo (model.mtp.*)
+              mtp.K.*                     DeepSeek-V4
               model.mtp_*.K.*             Ernie
 GGUF          blk.N.*, blk.N.nextn.*      behind the model's own
 """
@@ -44,6 +45,7 @@ these layers share the tensor."""
 _EXPERTS = re.compile(r"\.experts\.|ffn_(gate|up|down|gate_up)_exps\.")
 _BELOW_MTP = re.compile(r"(?:.*\.)?mtp\.(?P<name>.+)")
 _NUMBERED = re.compile(r"(?:.*\.)?layers\.(?P<number>\d+)\.(?:transformer\.)?(?P<name>.+)")
+_NUMBERED_BELOW = re.compile(r"(?P<number>\d+)\.(?P<name>.+)")
 _OF_TOP = {"fc": PROJECTION, "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "final_layernorm"}
 _OF_TOP |= {name: name for name in (*STREAM_PROJECTIONS, "hyper_connection_mixer")}
 """Right below `mtp.`, by what other files call them in a layer."""
@@ -77,14 +79,14 @@ class MtpNames:
         names, family = list(stored), mtp_family(text_config_of(config).model_type)
 
         def renamed(block: int, name: str) -> str | None:
+            inner, dot, rest = name.partition(".")
+            name = f"{family.renamed.get(inner, inner)}{dot}{rest}"
             if _HEAD.match(name):
                 return _HEAD.sub("lm_head.", name) if family.has_head else None
             if _NORM.match(name):
                 return _NORM.sub(f"model.{family.norm}.", name)
-            if name.startswith(f"{family.norm}."):  # below which there is more than a weight
-                return f"model.{name}"
-            inner, _, rest = name.partition(".")
-            return f"model.layers.{block}.{family.renamed.get(inner, inner)}.{rest}"
+            is_mixer = family.mixer is not None and name.startswith(f"{family.mixer}.")
+            return f"model.{name}" if is_mixer else f"model.layers.{block}.{name}"
 
         parts = {name: part for name in names if (part := _part_of(name, num_layers)) is not None}
         return cls._all(names, parts, renamed, len(mtp_layer_types(config)))
@@ -131,7 +133,7 @@ class MtpNames:
                 if ours is not None:
                     names[name] = ours
                     is_own |= number is not None
-            makes_input = {f".{part}." for part in (PROJECTION, STREAM_PROJECTIONS[-1])}
+            makes_input = {f".{part}." for part in (PROJECTION, STREAM_PROJECTIONS[-1], "nextn.h_proj")}
             if not is_own or not any(part in ours for ours in names.values() for part in makes_input):
                 return found
             norm = renamed(0, "final_layernorm.weight")
@@ -153,6 +155,8 @@ def _part_of(name: str, num_layers: int) -> _Part | None:
         return int(ernie["number"]), _ERNIE_PARTS[ernie["part"]] + ernie["name"]
     below = _BELOW_MTP.fullmatch(name)
     numbered = _NUMBERED.fullmatch(name if below is None else below["name"])
+    if numbered is None and below is not None:
+        numbered = _NUMBERED_BELOW.fullmatch(below["name"])
     if numbered is not None:
         number = int(numbered["number"]) - (num_layers if below is None else 0)
         return None if number < 0 else (number, numbered["name"])

@@ -79,7 +79,7 @@ class LastHiddenHook:
 
     Steps that are replayed run no Python: what is captured copies their rows to memory of their own. replayed_rows:
     most rows of such steps, set before anything is captured; 0: there are none. is_normed: False for those in front of
-    the last norm, which is called `norm`.
+    the last norm, which is called `norm`, or of what stands in front of it; streams are side by side then.
     """
 
     def __init__(self, model: Any, norm: str = "norm", *, is_normed: bool = True):
@@ -96,7 +96,7 @@ class LastHiddenHook:
         norm = getattr(getattr(self._base, "inner", self._base), self._norm)
 
         def run(key: None, forward: Callable[..., Any], /, rows: torch.Tensor) -> Any:
-            self.keep(rows[0])
+            self.keep(rows[0].flatten(1))
             return forward(rows)
 
         return intercepted([(None, norm)], run)

@@ -197,6 +197,8 @@ _BLOCK_NAMES = (
     (re.compile(r"\.eh_proj\.weight$"), "nextn.eh_proj.weight"),  # multi-token prediction, as the next
     (re.compile(r"\.enorm\.weight$"), "nextn.enorm.weight"),
     (re.compile(r"\.hnorm\.weight$"), "nextn.hnorm.weight"),
+    (re.compile(r"\.fc_embedding\.weight$"), "nextn.e_proj.weight"),  # deepseek4, where eh_proj has not both
+    (re.compile(r"\.fc_hidden\.weight$"), "nextn.h_proj.weight"),
     (re.compile(r"\.post_projection\.weight$"), "nextn.post_projection.weight"),  # gemma4-assistant
 )
 

@@ -27,6 +27,7 @@ from ktransformers.optimize.machine import detect_machine
 from tests.support.engines.drafter_steps import DrafterSteps, draft_in_every_step, runner_of
 from tests.support.engines.mtp_engines import Oracle
 from tests.support.engines.paged_loop import Answer, PagedLoop, scheduler_config
+from tests.support.gguf.deepseek4_mtp import tiny_deepseek4_mtp, write_deepseek4_mtp
 from tests.support.gguf.qwen4_mtp import tiny_qwen4_mtp, write_qwen4_mtp
 from tests.support.gguf.writer import write_gguf
 from tests.support.models.assistant_models import TARGETS, tiny_assistant, write_assistant
@@ -128,10 +129,10 @@ def test_mtp(model_type: str, tmp_path: Path, replays: list[int], monkeypatch: p
 
 
 @pytest.mark.skipif(not hasattr(MtpModel, "forward_layer"), reason="transformers 5.24 has these layers' names")
-def test_mtp_of_streams(tmp_path: Path, replays: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """And with n-grams, whose last tokens are those of draft tokens that were accepted."""
-    folder = write_qwen4_mtp(tiny_qwen4_mtp(), tmp_path)
-    check_replayed_drafts(config_of(folder, speculative="mtp"), replays, monkeypatch)
+@pytest.mark.parametrize("name", ["deepseek_v4", "qwen4_exp"])
+def test_mtp_of_streams(name: str, tmp_path: Path, replays: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with n-grams (Qwen4), whose last tokens are those of draft tokens that were accepted."""
+    check_replayed_drafts(_written(name, tmp_path)[1], replays, monkeypatch)
 
 
 @pytest.mark.skipif(not hasattr(MtpModel, "forward_layer"), reason="transformers 5.24 or later has assistants")
@@ -164,6 +165,9 @@ def _written(name: str, folder: Path) -> tuple[Oracle, EngineConfig]:
     if name == "qwen4_exp":
         streamed = tiny_qwen4_mtp()
         return streamed, config_of(write_qwen4_mtp(streamed, folder), speculative="mtp")
+    if name == "deepseek_v4":
+        compressed = tiny_deepseek4_mtp()
+        return compressed, config_of(write_deepseek4_mtp(compressed, folder), speculative="mtp")
     if name in TARGETS:
         pair = tiny_assistant(name)
         path, assistant = write_assistant(pair, folder)
@@ -177,7 +181,8 @@ def _written(name: str, folder: Path) -> tuple[Oracle, EngineConfig]:
 
 @pytest.mark.skipif(not hasattr(MtpModel, "forward_layer"), reason="transformers 5.24 or later is the oracle")
 @pytest.mark.parametrize(
-    "name", ["glm4_moe", "mimo_v2_flash", "step3p7", "nemotron_h", "ernie4_5_moe", "qwen4_exp", *TARGETS]
+    "name",
+    ["glm4_moe", "mimo_v2_flash", "step3p7", "nemotron_h", "ernie4_5_moe", "qwen4_exp", "deepseek_v4", *TARGETS],
 )
 def test_drafts_are_those_of_the_oracle(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The draft tokens of each step, up to the first one where the oracle prefers none clearly."""

@@ -24,8 +24,9 @@ from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.streaming import STAGING
 from tests.support.engines.drafter_steps import DrafterSteps, draft_in_every_step, runner_of
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
-from tests.support.engines.mtp_engines import Watched, check_drafts, loop_of
+from tests.support.engines.mtp_engines import Oracle, Watched, check_drafts, loop_of
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
+from tests.support.gguf.deepseek4_mtp import tiny_deepseek4_mtp, write_deepseek4_mtp
 from tests.support.gguf.writer import write_gguf
 from tests.support.models.assistant_models import tiny_assistant, write_assistant
 from tests.support.models.mtp_families import tiny_family, write_family
@@ -111,12 +112,10 @@ def test_an_mtp_layer_on_a_gpu(
     assert "draft tokens are computed on cuda:0" in caplog.text
 
 
-@pytest.mark.exhaustive
-def test_several_mtp_layers_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three of them, which take hidden states in front of the last norm, and have heads of their own."""
-    tiny, graphs = tiny_family("step3p7"), FakeGraphs()
+def check_replayed(folder: Path, tiny: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draft tokens of a short answer, whose steps of one row are replayed, are those of the oracle."""
+    graphs = FakeGraphs()
     hardware = fake_hardware(graphs=graphs, draft_rows=(), graph_rows=())
-    folder = write_family(tiny, tmp_path)
     with engine_of(folder, hardware, speculative="mtp", speculative_tokens=4, cache_lens=64) as engine:
         watched, prompt = Watched(engine, monkeypatch), list(range(3, 12))
         loop = loop_of(engine, max_batch_size=1, chunk_size=16)
@@ -125,6 +124,20 @@ def test_several_mtp_layers_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyP
         known = [*prompt, *loop.answers[name].token_ids]
         assert sum(check_drafts(tiny, known, *seen) for seen in watched.seen) > 3
     assert graphs.replays > 3
+
+
+@pytest.mark.exhaustive
+def test_several_mtp_layers_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of them, which take hidden states in front of the last norm, and have heads of their own."""
+    tiny = tiny_family("step3p7")
+    check_replayed(write_family(tiny, tmp_path), tiny, monkeypatch)
+
+
+@pytest.mark.exhaustive
+def test_an_mtp_layer_of_streams_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes them in memory of their own, from which the next step takes them."""
+    tiny = tiny_deepseek4_mtp(kinds=["compressed_sparse_attention"])
+    check_replayed(write_deepseek4_mtp(tiny, tmp_path), tiny, monkeypatch)
 
 
 def test_a_model_that_drafts_for_itself_is_never_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,20 +96,38 @@ def _e8m0(scales: np.ndarray) -> torch.Tensor:
 def write_published(model: PreTrainedModel, folder: Path, block: tuple[int, int]) -> None:
     """Write `model` as published, and give it the numbers that its files then have."""
     write_safetensors(model, folder)
+    stored = published_tensors(model, block)
+    stored["mtp.0.norm.weight"] = torch.ones(8)  # drafts, no part of the answer
+    save_published(stored, folder, block)
+
+
+def published_tensors(model: PreTrainedModel, block: tuple[int, int] | None) -> dict[str, torch.Tensor]:
+    """The tensors of `model` by their published names, which gets the numbers that they stand for. block: of scales;
+    None: in fp32."""
     stored: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-                _add_experts(stored, published_name(name), tensor)
+                _add_experts(stored, published_name(name), tensor, in_fp4=block is not None)
                 continue
             theirs = published_name(name)
-            if _IN_FP8.search(theirs) and not _IN_FLOATS.search(theirs):
-                codes, scales, values = to_fp8(tensor, block)
-                stored[theirs], stored[theirs.replace(".weight", ".scale")] = codes, _e8m0(scales.numpy())
-                tensor.copy_(values)
+            if block is not None and _IN_FP8.search(theirs) and not _IN_FLOATS.search(theirs):
+                stored |= published_matrix(theirs, tensor, block)
             else:
                 stored[theirs] = tensor.clone()
-    stored["mtp.0.norm.weight"] = torch.ones(8)  # drafts, no part of the answer
+    return stored
+
+
+def published_matrix(name: str, weight: torch.Tensor, block: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """A matrix in FP8 and its scales, by their names. It gets the numbers that these stand for."""
+    codes, scales, values = to_fp8(weight.detach(), block)
+    with torch.no_grad():
+        weight.copy_(values)
+    return {name: codes, name.replace(".weight", ".scale"): _e8m0(scales.numpy())}
+
+
+def save_published(stored: dict[str, torch.Tensor], folder: Path, block: tuple[int, int]) -> None:
+    """Save published tensors beside a config, which is to say how they are stored."""
     safetensors.torch.save_file(stored, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     config |= {"expert_dtype": "fp4"}
@@ -123,11 +141,14 @@ def write_published(model: PreTrainedModel, folder: Path, block: tuple[int, int]
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def _add_experts(stored: dict[str, torch.Tensor], name: str, fused: torch.Tensor) -> None:
+def _add_experts(stored: dict[str, torch.Tensor], name: str, fused: torch.Tensor, *, in_fp4: bool) -> None:
     prefix = name.rpartition(".")[0]
     for number, matrix in enumerate(fused):
         parts = {"w2": matrix} if name.endswith("down_proj") else dict(zip(("w1", "w3"), matrix.chunk(2), strict=True))
         for part, weight in parts.items():
+            if not in_fp4:
+                stored[f"{prefix}.{number}.{part}.weight"] = weight.clone()
+                continue
             codes, scales, values = to_fp4(weight)
             weight.copy_(values)
             stored[f"{prefix}.{number}.{part}.weight"], stored[f"{prefix}.{number}.{part}.scale"] = codes, scales
