@@ -106,7 +106,7 @@ def test_what_no_known_model_says(
 
 
 def test_no_value_of_a_key_is_taken_amiss(tmp_path: Path) -> None:
-    check_hostile(open_gguf(write(model_of(64), tmp_path / "model.gguf")))
+    check_hostile(open_gguf(write_deepseek4_gguf(model_of(64), tmp_path / "model.gguf")))
 
 
 def test_experts_of_each_token_are_whole_numbers(tmp_path: Path) -> None:
