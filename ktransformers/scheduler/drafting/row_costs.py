@@ -33,8 +33,9 @@ _KEPT = 7
 _REFRESH = 16
 """Of a size that has enough times, the steps after which another one counts."""
 
-_LIFETIME = 1024
-"""Steps after which the times of a size are forgotten: contexts grow, loads change."""
+_LIFETIME, _WAIT_LIFETIME = 1024, 256
+"""Steps after which the times of a size are forgotten, or what waiting took: contexts grow, loads change. What a bad
+moment made look slow is tried again then, and waits come with draft tokens only."""
 
 _NUM_OBSERVED = 64
 """Steps with draft tokens of which it counts what showing an MTP layer all that was computed took."""
@@ -105,7 +106,7 @@ class RowCosts:
     def __init__(self, most_rows: int) -> None:
         self._times: dict[int, deque[tuple[int, float, bool]]] = {}  # by size: rows, seconds, whether it waited
         self._waits: deque[float] = deque(maxlen=_NUM_WAITS)
-        self._plans_ahead, self.wait = False, 0.0
+        self._plans_ahead, self.wait, self._waited_in = False, 0.0, 0
         self._last: dict[int, int] = {}  # the step in which a size was last timed
         self._most, self._num_steps, self._last_drafted = most_rows, 0, -_REFRESH
         self._sizes = [0, *map(size_of, range(1, most_rows + 1))]  # by rows
@@ -154,6 +155,9 @@ class RowCosts:
         if self._is_due:
             for old in [size for size, last in self._last.items() if self._num_steps - last > _LIFETIME]:
                 del self._times[old], self._last[old]
+            if self._num_steps - self._waited_in > _WAIT_LIFETIME:
+                self._waits.clear()
+                self.wait = 0.0
             self._drawn, self._least, self._losses, self._is_due = self._redrawn(), {}, {}, False
         return self._drawn
 
@@ -162,6 +166,7 @@ class RowCosts:
         alone = self._seconds.get(size) if self._line else None
         if alone is not None:
             self._waits.append(seconds - alone)
+            self._waited_in = self._num_steps
             self.wait, self._least, self._losses = max(median(self._waits), 0.0), {}, {}
 
     def knows(self, rows: int) -> bool:

@@ -123,6 +123,22 @@ def test_where_nothing_is_planned_ahead_nothing_is_lost() -> None:
     assert (costs.wait, costs.seconds(1), costs.seconds(1, 1)) == (0.0, 10.0, 15.0)
 
 
+def test_a_wait_of_a_bad_moment_is_forgotten() -> None:
+    """There are no waits without draft tokens, and no draft tokens where waiting seems to take longer than they save:
+    what was learnt once would be kept for ever."""
+    costs = RowCosts(16)
+    for _ in range(8):
+        costs.add(1, 10.0, is_ahead=True)
+    costs.add(1, 50.0)
+    assert costs.wait == 40.0
+    for _ in range(240):
+        costs.add(1, 10.0, is_ahead=True)
+    assert costs.seconds(1, 1) > 50.0
+    for _ in range(32):
+        costs.add(1, 10.0, is_ahead=True)
+    assert (costs.seconds(1, 1) < 12.0, costs.wait) == (True, 0.0)
+
+
 def test_a_wait_that_others_had_is_no_more_than_a_step_took() -> None:
     """Waiting was learnt of steps of 8 rows, which take longer than all of a step of one sequence."""
     costs = RowCosts(64)
