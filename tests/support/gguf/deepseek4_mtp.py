@@ -5,7 +5,6 @@ DeepSeek's own inference code: all streams go in and come out, and the embedding
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,19 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tests.support.gguf.deepseek4 import DEEPSEEK4_RATES, DEEPSEEK4_YARN, layer_tensors, write_deepseek4_gguf
+from tests.support.gguf.stream_mtp import StreamLayer, StreamMtp
 from tests.support.models.fp8_models import BLOCK, published_matrix, published_tensors, save_published
 from tests.support.models.tiny_models import tiny_model, write_safetensors
 
-__all__ = ["DeepSeek4Mtp", "tiny_deepseek4_mtp", "write_deepseek4_mtp", "write_deepseek4_mtp_gguf"]
+__all__ = ["tiny_deepseek4_mtp", "write_deepseek4_mtp", "write_deepseek4_mtp_gguf"]
 
 _KINDS = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
 
 
-class _Layer(nn.Module):
+class _Layer(StreamLayer):
     """Norms, projections, and a model that is a decoder layer, what brings streams together, and a norm."""
+
+    mixer = "hc_head"
 
     def __init__(self, model: PreTrainedModel, generator: torch.Generator):
         super().__init__()
@@ -39,47 +41,13 @@ class _Layer(nn.Module):
             for each in (self.e_proj, self.h_proj):
                 each.weight.copy_(torch.randn(each.weight.shape, generator=generator) * size**-0.5)
 
-    def forward(self, embeddings: torch.Tensor, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[1, T, H] and [1, T, N, H] -> hidden states behind the last norm, and the streams that the layer makes."""
-        joined = self.h_proj(self.hnorm(streams)) + self.e_proj(self.enorm(embeddings))[:, :, None]
-        base: Any = self.model.model
-        seen: list[torch.Tensor] = []
-        hooks = [
-            base.layers[0].register_forward_pre_hook(lambda module, args: (joined, *args[1:])),
-            base.hc_head.register_forward_pre_hook(lambda module, args: seen.append(args[0])),
-        ]
-        normed = base(inputs_embeds=embeddings).last_hidden_state
-        for hook in hooks:
-            hook.remove()
-        return normed, seen[0]
+    def joined(self, embeddings: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
+        """[1, T, H] and [1, T, N, H] -> [1, T, N, H]."""
+        made: torch.Tensor = self.h_proj(self.hnorm(streams)) + self.e_proj(self.enorm(embeddings))[:, :, None]
+        return made
 
 
-@dataclass
-class DeepSeek4Mtp:
-    """main: the model. layer: for multi-token prediction. Both are in fp32."""
-
-    main: PreTrainedModel
-    layer: _Layer
-
-    @torch.no_grad()
-    def drafts(self, token_ids: list[int], count: int) -> list[torch.Tensor]:
-        """Logits [V] of the next tokens but one, ..., each behind the likeliest one before: of a sequence whose last
-        token the main model has sampled and not computed."""
-        base: Any = self.main.model
-        states: list[torch.Tensor] = []
-        hook = base.hc_head.register_forward_pre_hook(lambda module, args: states.append(args[0]))
-        base(torch.tensor([token_ids[:-1]]))
-        hook.remove()
-        streams, known, found = states[0], list(token_ids[1:]), list[torch.Tensor]()
-        for _ in range(count):
-            normed, behind = self.layer(base.embed_tokens(torch.tensor([known])), streams)
-            found.append(self.main.lm_head(normed[0, -1]))
-            known.append(int(found[-1].argmax()))
-            streams = torch.cat([streams, behind[:, -1:]], dim=1)
-        return found
-
-
-def tiny_deepseek4_mtp(hidden: int = 64, kinds: list[str] | None = None) -> DeepSeek4Mtp:
+def tiny_deepseek4_mtp(hidden: int = 64, kinds: list[str] | None = None) -> StreamMtp:
     """kinds: of the model's own layers; as many."""
     kinds = kinds or _KINDS
     values: dict[str, Any] = {"hidden": hidden, "compress_rates": dict(DEEPSEEK4_RATES), "q_lora_rank": 32}
@@ -88,10 +56,10 @@ def tiny_deepseek4_mtp(hidden: int = 64, kinds: list[str] | None = None) -> Deep
     )
     one = {"layers": 1, "layer_types": _KINDS[:1], "mlp_layer_types": ["moe"]}
     layer = tiny_model("deepseek_v4", 11, rope_parameters=dict(DEEPSEEK4_YARN), **values, **one)
-    return DeepSeek4Mtp(main, _Layer(layer, torch.Generator().manual_seed(5)).eval())
+    return StreamMtp(main, _Layer(layer, torch.Generator().manual_seed(5)).eval())
 
 
-def write_deepseek4_mtp(tiny: DeepSeek4Mtp, folder: Path, block: tuple[int, int] | None = None) -> Path:
+def write_deepseek4_mtp(tiny: StreamMtp, folder: Path, block: tuple[int, int] | None = None) -> Path:
     """Write both as one checkpoint. block: of scales, in FP8 and FP4, whose numbers both get; None: in fp32."""
     write_safetensors(tiny.main, folder)
     stored = published_tensors(tiny.main, block)
@@ -109,7 +77,7 @@ def write_deepseek4_mtp(tiny: DeepSeek4Mtp, folder: Path, block: tuple[int, int]
     return folder
 
 
-def write_deepseek4_mtp_gguf(tiny: DeepSeek4Mtp, path: Path, *, is_joined: bool) -> Path:
+def write_deepseek4_mtp_gguf(tiny: StreamMtp, path: Path, *, is_joined: bool) -> Path:
     """Write both as one GGUF: a block behind the model's own. is_joined: both projections in one tensor."""
     behind, layer = f"blk.{tiny.main.config.num_hidden_layers}.", tiny.layer
     found: dict[str, np.ndarray] = {}
