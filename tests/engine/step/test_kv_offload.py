@@ -321,4 +321,6 @@ def test_two_services_with_one_folder_do_each_other_no_harm(engine: Engine, expe
     assert answers == [expected[0]] * 2
     for each in services:
         each.close()
-        assert sum(path.stat().st_size for path in tmp_path.glob("[!.]*")) <= 2 * small
+        # What the other one is writing yet is renamed at any moment.
+        kept = [path for path in tmp_path.glob("[!.]*") if not path.name.startswith("writing-")]
+        assert sum(path.stat().st_size for path in kept) <= 2 * small
