@@ -207,8 +207,9 @@ def test_an_engine_that_dies_is_followed_by_one_that_reads_the_files(
     last, rows = service.answer([*history, 5, 6, 7])
     assert (answers, last) == expected
     assert rows < 100
+    assert not (tmp_path / "writing-0123").exists()
+    service.close()  # behind the files that the last answer is still writing
     assert not list(tmp_path.glob("writing-*"))
-    service.close()
 
 
 def damaged_by_a_bit(folder: Path) -> None:
