@@ -183,4 +183,5 @@ def _start_record(seq: Sequence, run: RunningState) -> NewSequence:
         params=seq.params,
         prompt_len=seq.prompt_len,
         token_ids=seq.token_ids.copy(),
+        media=list(seq.request.media),
     )

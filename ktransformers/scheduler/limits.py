@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ktransformers.core import SamplingParams
 from ktransformers.errors import ConfigError, ContextLengthError, UnsupportedError
+from ktransformers.media.records import MediaItem, is_media_id
 
 __all__ = ["Limits"]
 
@@ -28,11 +29,17 @@ class Limits:
     set_by: str = "--cache_lens"
     remedy: str = "start with a larger --cache_lens"
 
-    def check(self, prompt_ids: Sequence[int], params: SamplingParams, prediction_ids: Sequence[int] = ()) -> None:
+    def check(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        prediction_ids: Sequence[int] = (),
+        media: Sequence[MediaItem] = (),
+    ) -> None:
         """Raise ConfigError for values that the model cannot take, ContextLengthError for a prompt that never fits,
         UnsupportedError for text that is asked of a model without an output head.
 
-        prediction_ids: see scheduler.records.Request; there may be as many as of a prompt.
+        prediction_ids, media: see scheduler.records.Request; there may be as many as of a prompt of the former.
         """
         if not self.has_head and params.pooling is None:
             raise UnsupportedError(
@@ -45,7 +52,7 @@ class Limits:
         if len(prediction_ids) >= self.max_len:
             raise self.long_prediction(len(prediction_ids))
         named = {
-            "the prompt": prompt_ids,
+            "the prompt": _tokens_beside(prompt_ids, media),
             "the prediction": prediction_ids,  # draft tokens are inputs of the model, as the prompt is
             "logit_bias": tuple(params.logit_bias),
             "allowed_token_ids": params.allowed_token_ids or (),
@@ -85,3 +92,21 @@ class Limits:
             prompt_len=prompt_len,
             max_len=self.max_len,
         )
+
+
+def _tokens_beside(prompt_ids: Sequence[int], media: Sequence[MediaItem]) -> Sequence[int]:
+    """The ids of a prompt that stand for tokens. Raises ConfigError for items that are no stretches of it, one behind
+    the other."""
+    if not media:
+        return prompt_ids
+    found, end = list[int](), 0
+    for item in media:
+        if not end <= item.start < item.end <= len(prompt_ids):
+            raise ConfigError(
+                f"a picture stands at positions {item.start} to {item.end - 1} of a prompt of {len(prompt_ids)}; "
+                f"the one before it ends at {end - 1}"
+            )
+        found += prompt_ids[end : item.start]
+        found += [one for one in prompt_ids[item.start : item.end] if not is_media_id(one)]
+        end = item.end
+    return [*found, *prompt_ids[end:]]

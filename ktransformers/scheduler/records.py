@@ -22,6 +22,7 @@ from struct import Struct
 import msgspec
 
 from ktransformers.core import FinishReason, SamplingParams, TokenLogprobs
+from ktransformers.media.records import MediaItem
 from ktransformers.scheduler.tier_records import TierPlan, TierResult, TierStats
 
 __all__ = [
@@ -54,6 +55,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     is_suspended: it comes as one that is: nothing of it is computed before `Scheduler.resume`.
     prediction_ids: tokens that its sender expects of the answer: draft tokens are looked for there, too. No answer
     depends on them, so whoever takes a request over may leave them out.
+    media: the pictures of the prompt, in their order; positions that show them have pseudo-ids in prompt_ids.
     params.stop is not looked at: stop strings need text, so the API process finds them and calls `Scheduler.finish`.
     """
 
@@ -67,13 +69,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cached_len: int | None = None
     is_suspended: bool = False
     prediction_ids: Sequence[int] = ()
+    media: Sequence[MediaItem] = ()
 
 
 class NewSequence(msgspec.Struct, frozen=True, kw_only=True):
     """A sequence that comes with the first step of a run, filled by the scheduler.
 
     token_ids: all tokens known so far; the first prompt_len are the prompt, the rest is the answer so far, which counts
-    for penalties. params.seed is always set, so that a token is drawn the same way in every run.
+    for penalties. params.seed is always set, so that a token is drawn the same way in every run. media: see Request.
     """
 
     run_id: int
@@ -81,6 +84,7 @@ class NewSequence(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams
     prompt_len: int
     token_ids: Sequence[int]
+    media: Sequence[MediaItem] = ()
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, kw_only=True):

@@ -117,7 +117,7 @@ class Scheduler:
         """
         if request.request_id in self._requests:
             raise ValueError(f"request {request.request_id!r} is here already")
-        self.config.limits.check(request.prompt_ids, request.params, request.prediction_ids)
+        self.config.limits.check(request.prompt_ids, request.params, request.prediction_ids, request.media)
         params, prompt_len = request.params, len(request.prompt_ids)
         if params.seed is None:  # drawn here, once: every run of the request must draw the same tokens
             params = replace(params, seed=secrets.randbits(63))

@@ -30,6 +30,7 @@ from ktransformers.engine.sequence.saved_session import SavedSession, read_saved
 from ktransformers.engine.sequence.session_fetch import take_pages
 from ktransformers.engine.sequence.session_store import PageStore
 from ktransformers.errors import ConfigError, EngineError
+from ktransformers.media.records import MediaItem
 from ktransformers.profiling.capture import Capture, ProfileTarget
 from ktransformers.profiling.messages import ProfileMeta
 from ktransformers.scheduler.commands import Add, Finish, ProfileOff, ProfileOn, Resume, Suspend
@@ -68,8 +69,8 @@ class EngineRequest:
     call it; the loop sets it where it is empty.
 
     answer_ids: tokens of an answer that was begun before; the events are of the tokens that follow. has_progress:
-    whether its events have PrefillChunks. cache_salt, cached_len, is_suspended, prediction_ids: see
-    scheduler.records.Request.
+    whether its events have PrefillChunks. cache_salt, cached_len, is_suspended, prediction_ids, media:
+    see scheduler.records.Request.
     """
 
     prompt_ids: Sequence[int]
@@ -83,6 +84,7 @@ class EngineRequest:
     cached_len: int | None = None
     is_suspended: bool = False
     prediction_ids: Sequence[int] = ()
+    media: Sequence[MediaItem] = ()
 
 
 @dataclass(slots=True)
@@ -157,18 +159,18 @@ class BatchLoop(Generic[EngineT]):
         """A description of the model in words."""
         return self.engine.model.description
 
-    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams, media: Sequence[MediaItem] = ()) -> None:
         """Raise ConfigError or ContextLengthError for what `submit` could never answer, EngineError when closed."""
         self._loop.require_open()
         model, remedy = self.engine.model, self._remedy
         has_vocabulary, has_head = model.tokenizer.has_vocabulary, model.card.has_head
         limits = replace(self.config.limits, has_vocabulary=has_vocabulary, has_head=has_head, remedy=remedy)
-        limits.check(prompt_ids, params)
+        limits.check(prompt_ids, params, media=media)
         check_rules(model.tokenizer.grammars(model.vocab_size, model.eos_token_ids), params)
 
     def check_begun(self, request: EngineRequest) -> None:
         """Check an answer that was begun before, as `check` does. Raises ConfigError too when it is over."""
-        self.check(request.prompt_ids, request.params)
+        self.check(request.prompt_ids, request.params, request.media)
         self._output_processor(request)
 
     def submit(self, requests: Sequence[EngineRequest]) -> None:
@@ -394,5 +396,6 @@ def _added(request: EngineRequest) -> Add:
             cached_len=request.cached_len,
             is_suspended=request.is_suspended,
             prediction_ids=request.prediction_ids,
+            media=request.media,
         )
     )

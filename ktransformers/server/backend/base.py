@@ -18,6 +18,7 @@ from ktransformers.core import EmbeddingForm, PastToken, Progress, SamplingParam
 from ktransformers.engine.model.card import ModelCard
 from ktransformers.engine.sampling.constraints import check_rules
 from ktransformers.errors import DeadlineError, KTransformersError, UnsupportedError
+from ktransformers.media.records import MediaItem
 from ktransformers.scheduler.limits import Limits
 from ktransformers.server.backend.profiler import Profiler
 from ktransformers.server.backend.timeline import Timeline
@@ -83,7 +84,8 @@ class GenerationRequest:
     wants them. past: the answer so far, of one that another process has begun: its events come first, as they came
     there. Only with can_go_on. is_suspended: asked when it begins. Of one that is nothing is computed until `resume`,
     its prompt neither. Only with can_suspend. prediction_ids: tokens that the client expects of the answer, where draft
-    tokens are looked for, too: no answer depends on them.
+    tokens are looked for, too: no answer depends on them. media: the pictures of the prompt, see
+    scheduler.records.Request.
     """
 
     request_id: str
@@ -96,6 +98,7 @@ class GenerationRequest:
     past: Sequence[PastToken] = ()
     is_suspended: Callable[[], bool] = _never
     prediction_ids: tuple[int, ...] = ()
+    media: tuple[MediaItem, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +174,7 @@ class BackendInterfaceBase(ABC):
         See Limits and Grammars.
         """
         model = self.model
-        model.limits.check(request.prompt_ids, request.params, request.prediction_ids)
+        model.limits.check(request.prompt_ids, request.params, request.prediction_ids, request.media)
         check_rules(model.tokenizer.grammars(model.vocab_size, model.eos_token_ids), request.params)
 
     @abstractmethod

@@ -365,6 +365,7 @@ def _record(request: GenerationRequest, is_suspended: bool) -> Request:
         cached_len=request.past[-1].cached_len if request.past else None,
         is_suspended=is_suspended,
         prediction_ids=request.prediction_ids,
+        media=request.media,
     )
 
 

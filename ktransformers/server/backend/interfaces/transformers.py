@@ -107,6 +107,7 @@ class _RequestState:
             cached_len=past[-1].cached_len if past else None,
             is_suspended=self.is_suspended,
             prediction_ids=request.prediction_ids,
+            media=request.media,
         )
         self._generation: Generation = prefill_and_generate(loaded.loop, record)
         self._clock: ChunkClock | None = None  # of a run of which traces are wanted

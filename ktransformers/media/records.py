@@ -1,0 +1,56 @@
+"""Where the pictures of a sequence are, and the ids of their positions. Plain data: no torch, no pixels.
+
+A position that shows a part of a picture has a pseudo-id in place of a token's: 30 bits of a digest of the picture and
+of the place in it, above all vocabularies. So pages, prefixes, tiers, journals and sessions, which compare ids, need
+not know which positions are pictures: equal ids are equal contents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from hashlib import shake_128
+
+import msgspec
+import numpy as np
+
+__all__ = ["MEDIA_ID_BASE", "MediaItem", "is_media_id", "media_ids", "num_media_ids"]
+
+MEDIA_ID_BASE = 1 << 30
+"""The least pseudo-id. The largest fits into int32."""
+
+_MASK = MEDIA_ID_BASE - 1
+
+
+class MediaItem(msgspec.Struct, frozen=True):
+    """One picture of a prompt.
+
+    digest: 32 bytes of everything that decides what the tower makes of it: the name of its file in the store.
+    start, length: positions from the first that shows a part of it to the last; those among them that do not (breaks
+    between rows or tiles) have the ids of tokens.
+    """
+
+    digest: bytes
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        """The position behind its last one."""
+        return self.start + self.length
+
+
+def media_ids(digest: bytes, count: int) -> list[int]:
+    """Return the pseudo-ids of a picture's positions, `count` of them, in their order."""
+    numbers = np.frombuffer(shake_128(digest).digest(4 * count), dtype="<u4") & _MASK
+    ids: list[int] = (numbers.astype(np.int64) + MEDIA_ID_BASE).tolist()
+    return ids
+
+
+def is_media_id(token_id: int) -> bool:
+    """Whether an id stands for a part of a picture."""
+    return token_id >= MEDIA_ID_BASE
+
+
+def num_media_ids(token_ids: Iterable[int]) -> int:
+    """Return how many of these ids stand for parts of pictures."""
+    return sum(map(is_media_id, token_ids))
