@@ -3,6 +3,7 @@
 From the bottom up (the linter holds the order):
 
     model       what was opened: files, config, the skeleton on meta, its checks, card and fingerprint
+    media       towers: pictures to hidden states in the rows of a step
     damage      which tensor is damaged when logits are no numbers
     sampling    from logits to a token
     step        one step: context, inputs, graphs, forward, logits

@@ -22,7 +22,7 @@ _MASK = MEDIA_ID_BASE - 1
 
 
 class MediaItem(msgspec.Struct, frozen=True):
-    """One picture of a prompt.
+    """A picture of a prompt, and where it stands.
 
     digest: 32 bytes of everything that decides what the tower makes of it: the name of its file in the store.
     start, length: positions from the first that shows a part of it to the last; those among them that do not (breaks

@@ -1,0 +1,7 @@
+"""Towers and their place in a step: pictures of the store to hidden states in the rows of a step.
+
+    MediaItem.digest ── PictureEncoder (the model's tower) ──> PictureFeatures ──> rows of the step's embedding
+
+Rooms: `features.py`, what a tower gives. Knows pixels as the processor left them (`media/`), no files of users, no
+scheduler.
+"""
