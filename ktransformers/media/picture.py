@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Picture", "PictureReader"]
+__all__ = ["PictureReader", "ReadPicture"]
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class ReadPicture:
     """A picture as a model's processor made it. Its tensors are in the store, under its digest.
 
     digest: 32 bytes, see MediaItem. text: what stands in the prompt for it: the tokens of its positions, and what the
@@ -36,7 +36,7 @@ class PictureReader(Protocol):
         """The ids of tokens, in the text of a picture, whose positions the tower fills."""
         ...
 
-    def read(self, data: bytes, detail: str | None = None) -> Picture:
+    def read(self, data: bytes, detail: str | None = None) -> ReadPicture:
         """Read an encoded picture: PNG, JPEG, WebP, GIF and what else is allowed. Blocks; call it on a thread.
 
         detail: OpenAI's: low, high, auto; None: auto. Raises ConfigError, with words for the client, for what is no
