@@ -47,7 +47,11 @@ enum class QType : int32_t {
   IQ2_KS = 145,
   IQ4_KSS = 146,
   IQ5_KS = 152,
+  IQ2_KT = 153,
+  IQ3_KT = 154,
+  IQ4_KT = 155,
   IQ3_KS = 156,
+  IQ1_KT = 158,
   F8_E4M3 = 1000
 };
 
@@ -63,11 +67,12 @@ constexpr int kFp8Block = 128;  // rows and columns of FP8 weights that share a 
 
 // Which files of kernels/ compute with a type.
 enum class Kernels : int32_t {
-  Plain = 0,   // formats/gemm.inl: numbers, in rows. BF16 is re-laid for products of bf16 alone
-  Packed = 1,  // packed/packed.inl, signed.inl, iqk.inl: K-quants, Q8_0, Q4_0; IQ4_XS and ik_llama.cpp's
-  Low = 2,     // packed/small.inl, k2k3.inl, ternary.inl: the types of formats/low.inl, and MXFP4
-  Grid = 3,    // packed/grid.inl: codes that are looked up in a grid
-  Fp8 = 4,     // packed/fp8.inl
+  Plain = 0,    // formats/gemm.inl: numbers, in rows. BF16 is re-laid for products of bf16 alone
+  Packed = 1,   // packed/packed.inl, signed.inl, iqk.inl: K-quants, Q8_0, Q4_0; IQ4_XS and ik_llama.cpp's
+  Low = 2,      // packed/small.inl, k2k3.inl, ternary.inl: the types of formats/low.inl, and MXFP4
+  Grid = 3,     // packed/grid.inl: codes that are looked up in a grid
+  Fp8 = 4,      // packed/fp8.inl
+  Trellis = 5,  // packed/trellis.inl: codes that are seeds of values
 };
 
 // Where the fp16 numbers of a block are, bytes from its start; -1: there is none. None of MXFP4 and NVFP4, whose scales
@@ -118,6 +123,10 @@ constexpr FormatInfo kFormats[] = {
     {QType::IQ4_KS, "IQ4_KS", 256, 136, ActForm::Q256, Kernels::Packed, kWholeRow, kFloats, 2176, {}, 4},
     {QType::IQ4_KSS, "IQ4_KSS", 256, 128, ActForm::Q256, Kernels::Packed, kWholeRow, kFloats, 2176, {}, 4},
     {QType::IQ5_KS, "IQ5_KS", 256, 168, ActForm::Q256, Kernels::Packed, kWholeRow, kFloats, 2688, {}, 4},
+    {QType::IQ1_KT, "IQ1_KT", 256, 56, ActForm::Q256, Kernels::Trellis, kWholeRow, kFloats, 896, {}, 4},
+    {QType::IQ2_KT, "IQ2_KT", 256, 68, ActForm::Q256, Kernels::Trellis, kWholeRow, kFloats, 1088, {}, 4},
+    {QType::IQ3_KT, "IQ3_KT", 256, 100, ActForm::Q256, Kernels::Trellis, kWholeRow, kFloats, 1600, {}, 4},
+    {QType::IQ4_KT, "IQ4_KT", 256, 128, ActForm::Q256, Kernels::Trellis, kWholeRow, kFloats, 2176, {}, 4},
     {QType::IQ2_XXS, "IQ2_XXS", 256, 66, ActForm::Q256, Kernels::Grid, 256, kHalves, 1024, {0}},
     {QType::IQ2_XS, "IQ2_XS", 256, 74, ActForm::Q256, Kernels::Grid, 256, kHalves, 1152, {0}},
     {QType::IQ2_S, "IQ2_S", 256, 82, ActForm::Q256, Kernels::Grid, 256, kHalves, 1280, {0}},
@@ -132,6 +141,10 @@ constexpr FormatInfo kFormats[] = {
     {QType::Q1_0, "Q1_0", 128, 18, ActForm::Q32, Kernels::Low, 128, kHalves, 256, {0}},
     {QType::F8_E4M3, "F8_E4M3", 4, 4, ActForm::Float, Kernels::Fp8, kFp8Block, 4, 64},
 };
+// Whether a block is looked up, or made of seeds, once for all tokens of a call (packed/grid.inl).
+constexpr bool is_staged(const FormatInfo& info) {
+  return info.kernels == Kernels::Grid || info.kernels == Kernels::Trellis;
+}
 constexpr int kNumFormats = static_cast<int>(sizeof kFormats / sizeof *kFormats);
 
 }  // namespace kt

@@ -226,6 +226,7 @@ inline vi lane_scale_low(vi x) {
   return {_mm256_srai_epi32(_mm256_slli_epi32(x.a, 16), 16), _mm256_srai_epi32(_mm256_slli_epi32(x.b, 16), 16)};
 }
 inline vi lane_scale_high(vi x) { return {_mm256_srai_epi32(x.a, 16), _mm256_srai_epi32(x.b, 16)}; }
+inline vi mul_words(vi x, vi y) { return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)}; }
 inline vi add_times(vi total, vi x, vi y) {
   return {_mm256_add_epi32(total.a, _mm256_mullo_epi32(x.a, y.a)),
           _mm256_add_epi32(total.b, _mm256_mullo_epi32(x.b, y.b))};

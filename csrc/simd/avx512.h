@@ -180,6 +180,7 @@ inline vi scale_low(vi x) { return {_mm512_srai_epi32(_mm512_slli_epi32(x.v, 16)
 inline vi scale_high(vi x) { return {_mm512_srai_epi32(x.v, 16)}; }
 inline vi lane_scale_low(vi x) { return scale_low(x); }
 inline vi lane_scale_high(vi x) { return scale_high(x); }
+inline vi mul_words(vi x, vi y) { return {_mm512_mullo_epi32(x.v, y.v)}; }
 inline vi add_times(vi total, vi x, vi y) { return {_mm512_add_epi32(total.v, _mm512_mullo_epi32(x.v, y.v))}; }
 inline vi shr3(vi x) { return {_mm512_srli_epi32(x.v, 3)}; }
 inline vi both_halves(vi x) {

@@ -279,6 +279,7 @@ inline vi scale_low(vi x) { return sar<16>(shl<16>(x)); }
 inline vi scale_high(vi x) { return sar<16>(x); }
 inline vi lane_scale_low(vi x) { return scale_low(x); }
 inline vi lane_scale_high(vi x) { return scale_high(x); }
+inline vi mul_words(vi x, vi y) { return KT_OF2(vi, x, y, vmulq_s32); }
 inline vi add_times(vi total, vi x, vi y) { return KT_OF3(vi, total, x, y, vmlaq_s32); }
 inline wb lookup16(wb x, const uint8_t* table) {
   const uint8x16_t t = vld1q_u8(table);

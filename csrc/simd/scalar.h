@@ -229,6 +229,11 @@ inline vi scale_high(vi x) { KT_LANES x.v[i] = lane_high(x.v[i]); return x; }
 inline vi lane_scale_low(vi x) { return scale_low(x); }
 inline vi lane_scale_high(vi x) { return scale_high(x); }
 inline vi add_times(vi total, vi x, vi y) { KT_LANES total.v[i] += x.v[i] * y.v[i]; return total; }
+// x y modulo 2^32.
+inline vi mul_words(vi x, vi y) {
+  KT_LANES x.v[i] = static_cast<int32_t>(static_cast<uint32_t>(x.v[i]) * static_cast<uint32_t>(y.v[i]));
+  return x;
+}
 inline vi shr3(vi x) { KT_LANES x.v[i] >>= 3; return x; }  // of numbers that are not negative
 inline vi both_halves(vi x) { KT_LANES x.v[i] = pair_lane(x.v[i], x.v[i]); return x; }
 // Bytes of every lane times the lane's number, which stands in both halves; products below 256.

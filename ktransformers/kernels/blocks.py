@@ -1,7 +1,7 @@
 """Decodes ggml's blocks to numbers: by `gguf.quants`, and those of the types that the package has no decoder for.
 
 Q1_0 is 128 weights in 18 bytes: an fp16 number d, and a bit for each, from the lowest of the first byte up: d where it
-is set, else -d (llama.cpp's ggml-quants.c). Types of ik_llama.cpp: iqk_blocks.py.
+is set, else -d (llama.cpp's ggml-quants.c). Types of ik_llama.cpp: iqk_blocks.py, trellis_blocks.py.
 
 Knows nothing of files, the extension or devices.
 """
@@ -13,6 +13,7 @@ import numpy.typing as npt
 from gguf import quants
 
 from ktransformers.kernels.iqk_blocks import IQK_TYPES, decode_iqk
+from ktransformers.kernels.trellis_blocks import TRELLIS_TYPES, decode_trellis
 from ktransformers.kernels.types import QuantType, row_head, type_size
 
 __all__ = ["decode_blocks", "whole_blocks"]
@@ -28,6 +29,8 @@ def decode_blocks(rows: _U8Array, qtype: QuantType) -> _F32Array:
     rows = np.ascontiguousarray(rows)
     if qtype in IQK_TYPES:
         values = decode_iqk(whole_blocks(rows, qtype), qtype)
+    elif qtype in TRELLIS_TYPES:
+        values = decode_trellis(whole_blocks(rows, qtype), qtype)
     elif qtype is QuantType.Q1_0:
         values = _decode_q1_0(whole_blocks(rows, qtype))
     else:

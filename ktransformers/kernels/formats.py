@@ -23,13 +23,15 @@ class ActForm(IntEnum):
 
 
 class Kernels(IntEnum):
-    """Files of csrc/kernels that compute with a type. PLAIN: numbers in rows. GRID: codes that are looked up."""
+    """Files of csrc/kernels that compute with a type. PLAIN: numbers in rows. GRID: codes that are looked up,
+    TRELLIS: codes that are seeds of values."""
 
     PLAIN = 0
     PACKED = 1
     LOW = 2
     GRID = 3
     FP8 = 4
+    TRELLIS = 5
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Format:
     @property
     def is_packed(self) -> bool:
         """Whether `cpu.pack` packs the type for int8 activations, which every instruction set multiplies with."""
-        return self.kernels in (Kernels.PACKED, Kernels.LOW, Kernels.GRID)
+        return self.kernels in (Kernels.PACKED, Kernels.LOW, Kernels.GRID, Kernels.TRELLIS)
 
 
 def _formats() -> dict[int, Format]:

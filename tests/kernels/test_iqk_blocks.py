@@ -13,6 +13,7 @@ from ktransformers.kernels.blocks import decode_blocks
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.formats import FORMATS
 from ktransformers.kernels.iqk_blocks import IQK_TYPES, IQK_VALUES
+from ktransformers.kernels.trellis_blocks import TRELLIS_TYPES
 from ktransformers.kernels.types import FORK_TYPES, QuantType, RawTensor, row_bytes
 from ktransformers.weights.cut_source import TensorSlice, cut_tensor
 from tests.support.checks.decoding import decoded, parts_of_rows, set_row_scales
@@ -20,7 +21,8 @@ from tests.support.checks.decoding import decoded, parts_of_rows, set_row_scales
 COLS = 1024
 
 # Of what ik_llama.cpp 8337e4cd's dequantize_row_... make of `random_rows`: the first bytes of SHA-256 of their floats.
-# IQ6_K's is a polynomial, which rounds to the values that its products look up.
+# IQ6_K's is a polynomial, which rounds to the values that its products look up. Zeros of IQ3_KT, which it gives signs,
+# are + 0.
 DIGESTS = {
     QuantType.IQ2_K: "b61f2580b9160051",
     QuantType.IQ3_K: "5e1e10b3b80fa851",
@@ -31,6 +33,10 @@ DIGESTS = {
     QuantType.IQ4_KS: "a45d93ae4174a524",
     QuantType.IQ4_KSS: "8390e7508d73ccb8",
     QuantType.IQ5_KS: "1c2b2fa6dabcd1ef",
+    QuantType.IQ1_KT: "afda6c34824575d0",
+    QuantType.IQ2_KT: "57404e2c2f54e541",
+    QuantType.IQ3_KT: "061abafdd518326c",
+    QuantType.IQ4_KT: "96b30688d877b55a",
 }
 
 
@@ -48,12 +54,13 @@ def random_rows(qtype: QuantType, rows: int = 64) -> np.ndarray:
 @pytest.mark.parametrize("qtype", DIGESTS, ids=lambda qtype: qtype.name)
 def test_floats_are_those_of_ik_llama_cpp(qtype: QuantType) -> None:
     values = decode_blocks(random_rows(qtype), qtype)
+    values += 0.0 if qtype is QuantType.IQ3_KT else -0.0
     assert hashlib.sha256(values.tobytes()).hexdigest()[:16] == DIGESTS[qtype]
 
 
 @pytest.mark.parametrize("qtype", sorted(FORK_TYPES), ids=lambda qtype: qtype.name)
 def test_floats_are_those_of_the_oracle(qtype: QuantType) -> None:
-    assert FORK_TYPES == IQK_TYPES
+    assert FORK_TYPES == IQK_TYPES | TRELLIS_TYPES
     rows = random_rows(qtype, 8)
     want = decoded(rows, qtype)
     assert (decode_blocks(rows, qtype) == want).all()

@@ -171,16 +171,13 @@ template <class P> struct StepsTernary {
 template <class P> struct StepsGrid {
   static constexpr bool is_direct = false;
   static constexpr int64_t step_bytes = P::bytes / 8;
-  static int64_t head(int64_t k) { return head_bytes(k / 256); }
+  static int64_t head(int64_t k) { return super_head<P>(k / 256); }
 
   static void unpack(const uint8_t* packed, int64_t k, int64_t step, uint16_t* out) {
-    const int s = static_cast<int>(step % 8);
     const uint8_t* p = packed + head(k) + step / 8 * P::bytes;
     alignas(64) uint8_t w[512];
     alignas(64) int32_t scales[2 * 16];
-    look_up_part<P>(p, s, w);
-    finish_part<P, 0x80>(p, s, w);
-    store_grid_scales<P>(p, s, scales);
+    stage_part<P>(p, static_cast<int>(step % 8), w, scales);
     const vf d = mul(grid_d<P>(packed, step / 8), set1(kBeforeCut));
     for (int i = 0; i < 8; ++i) {
       const int32_t* scale = scales + (P::spec.subs == 16 ? i / 4 * 16 : 0);

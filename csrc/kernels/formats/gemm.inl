@@ -360,7 +360,7 @@ void tile(const TileArgs& a) {
     using F = typename RowKernel<info.type>::F;
     if constexpr (info.kernels == Kernels::Plain)
       float_tile<info.type>(a);
-    else if constexpr (info.kernels == Kernels::Grid)
+    else if constexpr (is_staged(info))
       parts::grid_rows_tile(a);
     else if constexpr (info.kernels == Kernels::Fp8)
       return;  // make_weight refuses it

@@ -13,7 +13,7 @@ void packed_tile(const TileArgs& a, bool has_vbmi) {
       Kernel<info.type>::tile(a);
     } else if constexpr (info.kernels == Kernels::Low)
       parts::low_tile(a);
-    else if constexpr (info.kernels == Kernels::Grid)
+    else if constexpr (is_staged(info))
       parts::packed_grid_tile(a, has_vbmi);
     else if constexpr (info.kernels == Kernels::Fp8)
       parts::fp8_tile(a);
@@ -36,7 +36,7 @@ void pack_tile(QType type, const uint8_t* const* rows, int64_t k, uint8_t* out) 
       Kernel<info.type>::pack(rows, k, out);
     else if constexpr (info.kernels == Kernels::Low)
       parts::pack_low_tile(type, rows, k, out);
-    else if constexpr (info.kernels == Kernels::Grid)
+    else if constexpr (is_staged(info))
       parts::pack_grid(type, rows, k, out);
   });
 }

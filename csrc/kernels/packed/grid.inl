@@ -52,11 +52,18 @@ using PackedIQ1S = PackedGrid<FormatIQ1S, GridUpper::Nibble, GridScales::Nibble>
 using PackedIQ1M = PackedGrid<FormatIQ1M, GridUpper::Nibble, GridScales::Bytes>;
 
 template <class P> void pack_grid_tile(const uint8_t* const* rows, int64_t k, uint8_t* out);
+template <class P> void pack_trellis_tile(const uint8_t* const* rows, int64_t k, uint8_t* out);
+template <class P> constexpr bool kIsTrellis = false;  // see trellis.inl
 
 template <class P> struct KernelGrid {
   using Packed = P;
   using Steps = StepsGrid<P>;
-  static void pack(const uint8_t* const* rows, int64_t k, uint8_t* out) { pack_grid_tile<P>(rows, k, out); }
+  static void pack(const uint8_t* const* rows, int64_t k, uint8_t* out) {
+    if constexpr (kIsTrellis<P>)
+      pack_trellis_tile<P>(rows, k, out);
+    else
+      pack_grid_tile<P>(rows, k, out);
+  }
 };
 template <> struct Kernel<QType::IQ2_XXS> : KernelGrid<PackedIQ2XXS> {};
 template <> struct Kernel<QType::IQ2_XS> : KernelGrid<PackedIQ2XS> {};
@@ -70,7 +77,7 @@ template <> struct Kernel<QType::IQ1_M> : KernelGrid<PackedIQ1M> {};
 template <class Task> inline void with_grid(QType type, const Task& task) {
   with_format(type, [&](auto format) {
     using F = decltype(format);
-    if constexpr (F::info.kernels == Kernels::Grid) {
+    if constexpr (is_staged(F::info)) {
       static_assert(kIsPackedAsSaid<F>);
       task(typename Kernel<F::type>::Packed{});
     }
@@ -151,6 +158,16 @@ struct DeltaTable {
 };
 template <uint8_t FLIP> constexpr DeltaTable kDelta{FLIP};
 
+// Values less than 128 of a part of 8 lines, now with signs, byte j those of columns 8 j .. 8 j + 7, and `FLIP`.
+template <uint8_t FLIP, int J = 0> inline void sign_lines(wb x, uint8_t* w) {
+  if constexpr (J < 4) {
+    const wb signs = spread_byte<J>(x);
+    store_wb(w + 128 * J, negate_bytes<0, FLIP>(load_wb(w + 128 * J), signs));
+    store_wb(w + 128 * J + 64, negate_bytes<4, FLIP>(load_wb(w + 128 * J + 64), signs));
+    sign_lines<FLIP, J + 1>(x, w);
+  }
+}
+
 // Lines 2 J and 2 J + 1 of a part as they were looked up, now with signs (or delta) and `FLIP`. x: see grid_signs.
 template <class P, uint8_t FLIP, int J> inline void finish_lines(wb x, wb first, wb second, uint8_t* w) {
   if constexpr (P::spec.has_delta) {
@@ -218,6 +235,8 @@ template <class P> inline void prefetch_part(const uint8_t* p, int s) {
 
 }  // namespace
 
+#include "kernels/packed/trellis.inl"
+
 #if defined(__AVX512BW__)
 #include "kernels/packed/grid_vbmi.inl"
 #elif defined(__AVX2__)
@@ -229,16 +248,36 @@ namespace {
 // All parts are looked up before the first is finished, which reads in wide loads what was stored in narrow ones.
 template <class P, uint8_t FLIP, bool IN_STREAM = true>
 inline void stage_grid(const uint8_t* p, GridStage& st, [[maybe_unused]] bool has_vbmi) {
+  if constexpr (kIsTrellis<P>) {
+    for (int s = 0; s < 8; ++s) {
+      if constexpr (IN_STREAM) prefetch_part<P>(p, s);
+      store_trellis_part<P, FLIP>(p, s, st.w + 512 * s);
+      store_trellis_scales<P>(p, s, st.sc + 16 * s);
+    }
+  } else {
 #if defined(__AVX512BW__)
-  if (has_vbmi) return stage_grid_vbmi<P, FLIP, IN_STREAM>(p, st);
+    if (has_vbmi) return stage_grid_vbmi<P, FLIP, IN_STREAM>(p, st);
 #endif
-  for (int s = 0; s < 8; ++s) {
-    if constexpr (IN_STREAM) prefetch_part<P>(p, s);
-    look_up_part<P>(p, s, st.w + 512 * s);
+    for (int s = 0; s < 8; ++s) {
+      if constexpr (IN_STREAM) prefetch_part<P>(p, s);
+      look_up_part<P>(p, s, st.w + 512 * s);
+    }
+    for (int s = 0; s < 8; ++s) {
+      finish_part<P, FLIP>(p, s, st.w + 512 * s);
+      store_grid_scales<P>(p, s, st.sc + 2 * P::spec.subs * s);
+    }
   }
-  for (int s = 0; s < 8; ++s) {
-    finish_part<P, FLIP>(p, s, st.w + 512 * s);
-    store_grid_scales<P>(p, s, st.sc + 2 * P::spec.subs * s);
+}
+
+// Part s alone: 8 lines of value + 128, and one or two scales of 16 rows.
+template <class P> inline void stage_part(const uint8_t* p, int s, uint8_t* w, int32_t* scales) {
+  if constexpr (kIsTrellis<P>) {
+    store_trellis_part<P, 0x80>(p, s, w);
+    store_trellis_scales<P>(p, s, scales);
+  } else {
+    look_up_part<P>(p, s, w);
+    finish_part<P, 0x80>(p, s, w);
+    store_grid_scales<P>(p, s, scales);
   }
 }
 
@@ -281,12 +320,13 @@ template <int SUBS, int C> void grid_tokens(const TileArgs& a, const GridStage& 
 }
 
 template <class P> inline vf grid_d(const uint8_t* tile, int64_t b) {
+  if constexpr (kIsTrellis<P>) return super_d<P>(tile, nullptr, b);
   return mul(block_d(tile, b), set1(P::spec.factor));
 }
 
 template <class P> void grid_tile(const TileArgs& a, bool has_vbmi) {
 #if defined(__AVX2__) && !defined(__AVX512BW__)
-  return grid_narrow_tile<P>(a);
+  if constexpr (!kIsTrellis<P>) return grid_narrow_tile<P>(a);
 #endif
   const int64_t blocks = a.k / 256;
   const uint8_t* p = first_block<P>(a.packed, blocks);
@@ -356,18 +396,24 @@ template <class P> void pack_grid_tile(const uint8_t* const* rows, int64_t k, ui
 }
 
 void pack_grid(QType type, const uint8_t* const* rows, int64_t k, uint8_t* out) {
-  with_grid(type, [&](auto form) { pack_grid_tile<decltype(form)>(rows, k, out); });
+  with_grid(type, [&](auto form) { KernelGrid<decltype(form)>::pack(rows, k, out); });
 }
 
 // For rows in block layout, as relaid_tile in packing.inl.
 void grid_rows_tile(const TileArgs& a) {
   with_grid(a.type, [&](auto form) {
     using P = decltype(form);
+    constexpr int head = kRowHead<typename P::F>;
     alignas(64) uint8_t room[kHeadAlign + P::bytes];
     for (int64_t b = 0; b < a.k / 256; ++b) {
+      uint8_t joined[kTileRows][head + P::Format::bytes];  // as rows of one block
       const uint8_t* rows[kTileRows];
-      for (int r = 0; r < kTileRows; ++r) rows[r] = a.rows[r] + b * P::Format::bytes;
-      pack_grid_tile<P>(rows, 256, room);
+      for (int r = 0; r < kTileRows; ++r) {
+        std::memcpy(joined[r], a.rows[r], head);
+        std::memcpy(joined[r] + head, a.rows[r] + head + b * P::Format::bytes, P::Format::bytes);
+        rows[r] = joined[r];
+      }
+      KernelGrid<P>::pack(rows, 256, room);
       GridStage st;
       stage_grid<P, kSignFlip, false>(room + kHeadAlign, st, kHasVbmi);
       grid_tokens<P::spec.subs, kQuantTokens>(a, st, grid_d<P>(room, 0), b, 0);

@@ -262,10 +262,8 @@ _OTHER_TYPES = {
     **dict.fromkeys((31, 32, 33), "Q4_0 in an order of rows for some processors"),
     **dict.fromkeys((36, 37, 38), "IQ4_NL in an order of rows for some processors"),
     **dict(enumerate(("Q6_0", "IQ1_BN", "IQ2_BN"), 133)),  # from here on of ik_llama.cpp
-    **dict(enumerate(("IQ2_KT", "IQ3_KT", "IQ4_KT"), 153)),
     151: "Q8_KV",
     157: "IQ2_KL",
-    158: "IQ1_KT",
     **dict.fromkeys(range(200, 400), "a type of ik_llama.cpp in an order of rows for some processors"),
 }
 """Numbers of ggml's types that are not read and that the `gguf` package may not name."""

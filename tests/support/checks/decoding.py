@@ -209,6 +209,58 @@ def _iq5_ks(block: _Bytes) -> _Parts:
     return np.float32(d), [byte // 2 * 2 - 127 for byte in stored], values
 
 
+def _trellis(code: int, count: int) -> list[int]:
+    """Values of a seed, as ik_llama.cpp's QuantizerIQKT::set_values."""
+    x, values = code + 4096, []
+    for _ in range(count):
+        x = x * 0xCBAC1FED % 2**32
+        values.append(sum(x >> at & 63 for at in (0, 8, 16, 24)) - 126)
+    return values
+
+
+def _iq1_kt(block: _Bytes) -> _Parts:
+    d, *data = struct.unpack("<f8B32B16B", block.tobytes())
+    bytes_of, low, high = data[:8], data[8:40], data[40:]
+    values = []
+    for sub in range(8):
+        row = []
+        for j in range(4):
+            above = high[4 * (sub % 4) + j] >> 4 * (sub // 4) & 15
+            row += _trellis(low[4 * sub + j] + 256 * above + 4096 * (bytes_of[sub] >> 4 + j & 1), 8)
+        values.append(row)
+    return np.float32(d), [_IQ4_VALUES[byte & 15] for byte in bytes_of], values
+
+
+def _iq2_kt(block: _Bytes) -> _Parts:
+    d, *data = struct.unpack("<f4B32H", block.tobytes())
+    scales = [_IQ4_VALUES[data[sub % 4] >> 4 * (sub // 4) & 15] for sub in range(8)]
+    values = [[value for j in range(4) for value in _trellis(data[4 + 4 * sub + j], 8)] for sub in range(8)]
+    return np.float32(d), scales, values
+
+
+def _iq3_kt(block: _Bytes) -> _Parts:
+    d, *data = struct.unpack("<f4B32H32B", block.tobytes())
+    codes, signs, values = data[4:36], data[36:], []
+    for sub in range(8):
+        sizes = [abs(value) for j in range(4) for value in _trellis(codes[4 * sub + j], 8)]
+        values.append([-size if signs[j] >> sub & 1 else size for j, size in enumerate(sizes)])
+    return np.float32(d), [data[sub % 4] >> 4 * (sub // 4) & 15 for sub in range(8)], values
+
+
+def _iq4_kt(block: _Bytes) -> _Parts:
+    d, *data = struct.unpack("<f8I64B32B", block.tobytes())
+    words, low, high = data[:8], data[8:72], data[72:]
+    values = []
+    for sub in range(8):
+        row = []
+        for j in range(8):
+            at = 8 * sub + j
+            code = low[at] + 256 * (high[at % 32] >> 4 * (at // 32) & 15) + 4096 * (words[sub] >> 8 + 3 * j & 7)
+            row += _trellis(code + 32768 * (words[sub] & 1), 4)
+        values.append(row)
+    return np.float32(d), [(word >> 1 & 127) - 64 for word in words], values
+
+
 SUB_BLOCKS: Mapping[QuantType, Callable[[_Bytes], _Parts]] = {
     QuantType.IQ2_K: _iq2_k,
     QuantType.IQ3_K: _iq3_k,
@@ -220,6 +272,10 @@ SUB_BLOCKS: Mapping[QuantType, Callable[[_Bytes], _Parts]] = {
     QuantType.IQ4_KS: _iq4_ks,
     QuantType.IQ4_KSS: _iq4_kss,
     QuantType.IQ5_KS: _iq5_ks,
+    QuantType.IQ1_KT: _iq1_kt,
+    QuantType.IQ2_KT: _iq2_kt,
+    QuantType.IQ3_KT: _iq3_kt,
+    QuantType.IQ4_KT: _iq4_kt,
 }
 """By type that the package does not decode, what reads a block of 256 weights in sub-blocks, behind what is in front of
 its row.
@@ -231,6 +287,10 @@ ROW_HEADS: Mapping[QuantType, int] = {
     QuantType.IQ4_KS: 4,
     QuantType.IQ4_KSS: 4,
     QuantType.IQ5_KS: 4,
+    QuantType.IQ1_KT: 4,
+    QuantType.IQ2_KT: 4,
+    QuantType.IQ3_KT: 4,
+    QuantType.IQ4_KT: 4,
 }
 """Bytes in front of a row's blocks."""
 

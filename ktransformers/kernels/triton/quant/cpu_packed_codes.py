@@ -33,6 +33,13 @@ from ktransformers.kernels.triton.quant.cpu_packed_groups import (
     has_float_codes,
     is_grouped,
 )
+from ktransformers.kernels.triton.quant.cpu_packed_trellis import (
+    IQ3_KT,
+    IQ4_KT,
+    is_trellis,
+    trellis_scale,
+    trellis_word,
+)
 from ktransformers.kernels.types import FORK_TYPES, QuantType, row_head
 
 __all__ = ["CODE_TYPES", "code_scales", "code_tile", "code_word", "has_codes", "has_offset", "number"]
@@ -42,6 +49,7 @@ Q3_K = constant(int(QuantType.Q3_K))
 Q4_1 = constant(int(QuantType.Q4_1))
 Q5_0 = constant(int(QuantType.Q5_0))
 Q5_1 = constant(int(QuantType.Q5_1))
+IQ4_NL = constant(int(QuantType.IQ4_NL))
 IQ4_XS = constant(int(QuantType.IQ4_XS))
 IQ2_K = constant(int(QuantType.IQ2_K))
 IQ6_K = constant(int(QuantType.IQ6_K))
@@ -167,6 +175,8 @@ def super_word(base, group, i, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
     block, g = head_bytes(TYPE, K) + group // 4 * block_bytes(TYPE), group % 4
     if table_bits(TYPE) > 0:
         return table_code(base, block, g, i, n, mask, TYPE, SIZE)
+    if is_trellis(TYPE):
+        return trellis_word(base, block, g, i, n, mask, TYPE, SIZE)
     if TYPE == TQ1_0:
         step = 16 * g + i
         return ternary_digits(line_words(base, block + 64 * (step // 5), n, mask, SIZE), step % 5)
@@ -217,7 +227,13 @@ def super_scales(base, group, q, n, mask, TYPE: tl.constexpr, K: tl.constexpr):
         d, dmin = halves(base, block, n, mask, SIZE), halves(base, block + 32, n, mask, SIZE)
         return d * (both & 15).to(tl.float32), dmin * (both >> 4 & 15).to(tl.float32)
     d = floats(base, 0, n, mask, SIZE) if has_row_scale(TYPE) else halves(base, group // 4 * 32, n, mask, SIZE)
-    if TYPE == TQ1_0 or TYPE == TQ2_0:
+    if is_trellis(TYPE):
+        scale = trellis_scale(base, block, g, q, n, mask, TYPE, SIZE)
+        if TYPE != IQ3_KT and TYPE != IQ4_KT:
+            scale = (values_of_16(scale, IQ4_NL, 0) & 255) - 128
+        s = d * scale.to(tl.float32)
+        m = 126.0 * s
+    elif TYPE == TQ1_0 or TYPE == TQ2_0:
         s, m = d, d
     else:
         if TYPE == Q3_K or (has_scales_of_16(TYPE) and TYPE != IQ2_K):
