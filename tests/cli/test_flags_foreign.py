@@ -135,6 +135,10 @@ def value_of(args: argparse.Namespace, name: str) -> object:
         ('serve -sc {"method":"ngram","num_speculative_tokens":5}', "speculative_tokens", 5),
         ('serve -sc {"model":"[ngram]","num_speculative_tokens":5}', "speculative", "ngram"),
         ("serve --speculative-model [ngram] --num-speculative-tokens 5", "speculative_tokens", 5),
+        ("serve --speculative-config.method ngram", "speculative", "ngram"),
+        ("serve --speculative_config.method deepseek_mtp", "speculative", "mtp"),
+        ("serve --speculative-config.num-speculative-tokens 5", "speculative_tokens", 5),
+        ("serve --speculative-config.method draft_model --speculative-config.model o/n", "draft_model", "o/n"),
         # upstream
         ("serve --model_dir /m", "model_path", "/m"),
         ("serve --device cpu", "use_cuda", False),
@@ -241,6 +245,7 @@ def test_texts_are_no_flags() -> None:
             "--spec_type: draft tokens come from the text",
         ),
         ("serve --speculative-algorithm EAGLE", "EAGLE, Medusa and others are not supported here"),
+        ("serve --speculative-config.method eagle3", "EAGLE, Medusa and others are not supported here"),
         ("serve --speculative-eagle-topk 4", "draft tokens are one sequence here, not a tree"),
         ("serve -md f.gguf --draft-model g.gguf", "both mean --draft_model; leave one out"),
         ("serve --draft-max some", "--speculative_tokens"),

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ktransformers.errors import ConfigError
 
-__all__ = ["NO_JSON", "OTHER_DRAFTERS", "SpeculativeWords", "spec_type_words", "speculative_words"]
+__all__ = ["NO_JSON", "OTHER_DRAFTERS", "SpeculativeWords", "method_words", "spec_type_words", "speculative_words"]
 
 OTHER_DRAFTERS = (
     "draft tokens come from the text (--speculative ngram), from a smaller model (--draft_model) or from the model's "
@@ -53,6 +53,16 @@ def speculative_words(text: str) -> SpeculativeWords:
         words.append(f"--speculative_tokens={count}")
     names = ", ".join(sorted(said))
     return SpeculativeWords(words, f"{names}: without effect; {_FOUND_OUT}" if said else "")
+
+
+def method_words(text: str) -> SpeculativeWords:
+    """Return our flag for the method of vLLM's object, given by itself; the model of one that has one is a flag of its
+    own. Raises ConfigError for other drafters."""
+    if text == _DRAFT:
+        return SpeculativeWords(["--speculative=draft"], "")
+    if text not in _NGRAM and not _MTP.fullmatch(text):
+        raise ConfigError(OTHER_DRAFTERS)
+    return SpeculativeWords(_drafter(text, None), "")
 
 
 def spec_type_words(text: str) -> SpeculativeWords:

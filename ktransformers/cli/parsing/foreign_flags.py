@@ -13,6 +13,7 @@ from ktransformers.cli.parsing.draft_flags import (
     NO_JSON,
     OTHER_DRAFTERS,
     SpeculativeWords,
+    method_words,
     spec_type_words,
     speculative_words,
 )
@@ -339,18 +340,22 @@ _GOES_BY_ITSELF = "a draft model goes to the GPU of the model's last layer if th
 
 _SPECULATIVE = (
     _alias("--draft_max --draft --draft_n --spec_draft_n_max --num_speculative_tokens --num_draft_tokens "
-           "--speculative_num_draft_tokens", "--speculative_tokens", **{"0": "--speculative=off"}),
+           "--speculative_num_draft_tokens --speculative_config.num_speculative_tokens",
+           "--speculative_tokens", **{"0": "--speculative=off"}),
     _choice(f"{_OF_NGRAMS} --draft_min --draft_n_min --draft_p_min --draft_p_split --spec_draft_n_min "
             "--spec_draft_p_min --spec_draft_p_split --ngram_prompt_lookup_max --ngram_prompt_lookup_min "
             "--speculative_ngram_min_match_window_size --speculative_ngram_max_match_window_size "
             "--speculative_ngram_min_bfs_breadth --speculative_ngram_max_bfs_breadth --speculative_ngram_match_type "
-            "--speculative_ngram_branch_length --speculative_ngram_capacity --speculative_num_steps",
+            "--speculative_ngram_branch_length --speculative_ngram_capacity --speculative_num_steps "
+            "--speculative_config.prompt_lookup_max --speculative_config.prompt_lookup_min",
             "--speculative_tokens", {ANY: ""}, "", _MATCHES),
     ForeignFlag(("--spec_type",), "--speculative", error=OTHER_DRAFTERS, read=spec_type_words),
     _switch("--spec_default", "--speculative", _NGRAM),
     _choice("--speculative_algorithm --speculative_algo", "--speculative",
             {"ngram": _NGRAM, "standalone": "--speculative=draft", "nextn": "--speculative=mtp"}, OTHER_DRAFTERS),
-    _choice("--speculative_model", "--draft_model", {"[ngram]": _NGRAM, ANY: "--draft_model={}"}, ""),
+    ForeignFlag(("--speculative_config.method",), "--speculative", error=OTHER_DRAFTERS, read=method_words),
+    _choice("--speculative_model --speculative_config.model", "--draft_model",
+            {"[ngram]": _NGRAM, ANY: "--draft_model={}"}, ""),
     _alias("--model_draft -md --spec_draft_model --hf_repo_draft -hfd -hfrd --spec_draft_hf "
            "--speculative_draft_model_path --speculative_draft_model", "--draft_model"),
     _choice("--n_gpu_layers_draft -ngld --gpu_layers_draft --spec_draft_ngl --device_draft -devd --spec_draft_device "

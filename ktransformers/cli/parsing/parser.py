@@ -461,7 +461,8 @@ def with_underscores(words: Sequence[str]) -> list[str]:
         if word == "--":
             return [*done, *words[index:]]
         name, equals, value = word.partition("=")
-        is_flag = name.startswith("--") and name[2:].replace("-", "_").isidentifier()  # not a text with spaces
+        spelled = name[2:].replace("-", "_").replace(".", "_")  # a dot: a part of an object, as vLLM has them
+        is_flag = name.startswith("--") and spelled.isidentifier()  # not a text with spaces
         done.append(f"--{name[2:].replace('-', '_')}{equals}{value}" if is_flag else word)
     return done
 
