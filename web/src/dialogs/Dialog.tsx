@@ -33,7 +33,7 @@ export function Dialog({ title, kind = "", onClose, children }: Props) {
         <div class="dialog-head">
           <h2 id={heading}>{title}</h2>
           {onClose && (
-            <button class="quiet" aria-label={t("close")} onClick={onClose}>
+            <button type="button" class="quiet" aria-label={t("close")} onClick={onClose}>
               <Icon name="close" />
             </button>
           )}
