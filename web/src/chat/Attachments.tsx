@@ -1,6 +1,6 @@
 // What is attached to a message: texts by name, pictures as themselves, each in full on demand.
 import { useSignal } from "@preact/signals";
-import { useEffect, useRef } from "preact/hooks";
+import { useEffect } from "preact/hooks";
 import { Dialog } from "../dialogs/Dialog";
 import { bytes, n, t } from "../i18n";
 import { Icon } from "../icons";
@@ -29,30 +29,20 @@ function factsText({ type, width, height, size }: PictureFacts): string {
 }
 
 function Facts({ picture }: { picture: Picture }) {
-  return (
-    <span class="hint">
-      {factsText(picture)}
-      {picture.from && ` (${t("madeFrom", factsText(picture.from))})`}
-    </span>
-  );
+  const facts = factsText(picture);
+  return <span class="hint">{picture.from ? t("madeFrom", facts, factsText(picture.from)) : facts}</span>;
 }
 
 function Thumbnail({ picture }: { picture: Picture }) {
   const url = usePicture(picture.picture);
   const isLarge = useSignal(false);
-  const button = useRef<HTMLButtonElement>(null);
   const label = t("showPicture", picture.name);
   if (url === "") return <span class="hint">{t("pictureGone", picture.name)}</span>;
-  const close = () => {
-    isLarge.value = false;
-    button.current?.focus();
-  };
   return (
     <>
       <button
         type="button"
         class="thumbnail"
-        ref={button}
         title={label}
         aria-label={label}
         disabled={!url}
@@ -61,7 +51,7 @@ function Thumbnail({ picture }: { picture: Picture }) {
         {url && <img src={url} alt={picture.name} />}
       </button>
       {isLarge.value && (
-        <Dialog title={picture.name} kind="picture" onClose={close}>
+        <Dialog title={picture.name} kind="picture" onClose={() => (isLarge.value = false)}>
           <img src={url} alt={picture.name} />
           <Facts picture={picture} />
         </Dialog>
