@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 pytest.importorskip("playwright.sync_api", reason="the page is driven by the package playwright")
-Image = pytest.importorskip("PIL.Image", reason="pictures are drawn by the package pillow")
 
+from PIL import Image
 from playwright.sync_api import expect
 
 from tests.web.fake_api import FakeApi, said
