@@ -1,13 +1,11 @@
-"""Pictures: how they come in, what is sent, what is kept, and what a model that reads text only says."""
+"""Pictures: how they come in, what is sent and shown, and what a model that reads text only says."""
 
 from __future__ import annotations
 
-import base64
 import io
-import json
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,109 +15,14 @@ from PIL import Image
 from playwright.sync_api import expect
 
 from tests.web.fake_api import FakeApi, said
+from tests.web.pictures import BLUE, RED, encoded, give, pick, previews, sent
 from tests.web.steps import answers, button, open_page, say, whole
 from tests.web.test_views import serious_faults
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Locator, Page
+    from playwright.sync_api import Browser, Page
 
-GIVE = """([kind, files, texts]) => {
-    const data = new DataTransfer();
-    for (const [name, type, base64] of files) {
-        data.items.add(new File([Uint8Array.from(atob(base64), (one) => one.charCodeAt(0))], name, {type}));
-    }
-    for (const [type, text] of Object.entries(texts)) data.setData(type, text);
-    const options = {bubbles: true, cancelable: true, clipboardData: data, dataTransfer: data};
-    const event = kind === "drop" ? new DragEvent(kind, options) : new ClipboardEvent(kind, options);
-    document.querySelector("#composer").dispatchEvent(event);
-    return event.defaultPrevented;
-}"""
-
-STORED = """() => new Promise((resolve, reject) => {
-    const request = indexedDB.open("ktransformers");
-    request.onerror = reject;
-    request.onsuccess = () => {
-        const all = request.result.transaction("pictures").objectStore("pictures").getAll();
-        all.onsuccess = () => {
-            request.result.close();
-            resolve(all.result.map(({chat, blob}) => [chat, blob.size]));
-        };
-    };
-})"""
-
-LEFT_BEHIND = """() => new Promise((resolve, reject) => {
-    const request = indexedDB.open("ktransformers");
-    request.onerror = reject;
-    request.onsuccess = () => {
-        const transaction = request.result.transaction("pictures", "readwrite");
-        const ago = (days, bytes) => transaction.objectStore("pictures").add(
-            {id: (Date.now() - days * 86400000).toString(36) + "x", chat: "", blob: new Blob([bytes])});
-        ago(8, "1");
-        ago(6, "22");
-        transaction.oncomplete = () => { request.result.close(); resolve(); };
-    };
-})"""
-
-OLD_STORE = """() => new Promise((resolve, reject) => {
-    const request = indexedDB.open("ktransformers", 1);
-    request.onerror = reject;
-    request.onupgradeneeded = () => {
-        const db = request.result;
-        db.createObjectStore("chats", {keyPath: "id"})
-            .add({id: "c", title: "Old", created: 1, updated: 1, settings: {}, selected: {}});
-        const messages = db.createObjectStore("messages", {keyPath: "id"});
-        messages.createIndex("chat", "chat");
-        messages.add({id: "m", chat: "c", parent: "", role: "user", content: "from before", created: 1});
-    };
-    request.onsuccess = () => { request.result.close(); resolve(); };
-})"""
-
-
-def encoded(size: tuple[int, int], kind: str = "PNG", color: str = "red", mode: str = "RGB", **options: Any) -> bytes:
-    data = io.BytesIO()
-    Image.new(mode, size, color).save(data, kind, **options)
-    return data.getvalue()
-
-
-RED = encoded((8, 6))
-BLUE = encoded((5, 9), color="blue")
-
-
-@pytest.fixture(autouse=True)
-def sees(api: FakeApi) -> None:
-    api.reads = ["text", "image"]
-
-
-def _give(page: Page, kind: str, files: dict[str, bytes], **texts: str) -> bool:
-    """By paste or drop; whether the page took it."""
-    given = [[name, "image/png", base64.b64encode(data).decode()] for name, data in files.items()]
-    return bool(page.evaluate(GIVE, [kind, given, {f"text/{name}": text for name, text in texts.items()}]))
-
-
-def _pick(page: Page, name: str, data: bytes) -> None:
-    picker = page.locator("input[type=file][accept='image/*']")
-    picker.set_input_files({"name": name, "mimeType": "image/png", "buffer": data})
-
-
-def _previews(page: Page) -> Locator:
-    return page.locator(".composer .files li")
-
-
-def _sent(body: dict[str, Any], at: int = -1) -> list[bytes | str]:
-    """The parts of a message: texts, and pictures as bytes."""
-    content = body["messages"][at]["content"]
-    assert isinstance(content, list)
-    return [
-        part["text"]
-        if part["type"] == "text"
-        else base64.b64decode(part["image_url"]["url"].partition(";base64,")[2], validate=True)
-        for part in content
-    ]
-
-
-def _stored(page: Page) -> list[list[Any]]:
-    found: list[list[Any]] = page.evaluate(STORED)
-    return found
+pytestmark = pytest.mark.usefixtures("sees")
 
 
 def test_pasted_dropped_and_picked_pictures_are_sent_in_order(page: Page, api: FakeApi, tmp_path: Path) -> None:
@@ -127,20 +30,20 @@ def test_pasted_dropped_and_picked_pictures_are_sent_in_order(page: Page, api: F
     page.on("console", lambda message: complaints.append(message.text) if "olicy" in message.text else None)
     (tmp_path / "a.txt").write_text("kept")
     open_page(page, api)
-    assert _give(page, "paste", {"red.png": RED})
-    expect(_previews(page)).to_have_count(1)
+    assert give(page, "paste", {"red.png": RED})
+    expect(previews(page)).to_have_count(1)
     page.locator("input[type=file]").first.set_input_files(tmp_path / "a.txt")
-    expect(_previews(page)).to_have_count(2)
-    assert _give(page, "drop", {"one.png": BLUE, "two.png": RED})
-    expect(_previews(page)).to_have_count(4)
-    _pick(page, "last.png", BLUE)
+    expect(previews(page)).to_have_count(2)
+    assert give(page, "drop", {"one.png": BLUE, "two.png": RED})
+    expect(previews(page)).to_have_count(4)
+    pick(page, "last.png", BLUE)
     expect(page.locator(".composer .files .name")).to_have_text(["red.png", "a.txt", "one.png", "two.png", "last.png"])
-    expect(_previews(page).first.locator(".hint")).to_have_text("8 × 6 · PNG · 1 kB")
+    expect(previews(page).first.locator(".hint")).to_have_text("8 × 6 · PNG · 1 kB")
     button(page, "Remove two.png").click()
     expect(page.locator("#composer")).to_be_focused()
     say(page, "What is this?")
     text = "a.txt:\n```\nkept\n```"
-    assert _sent(api.bodies[0]) == [RED, text, BLUE, BLUE, "What is this?"]
+    assert sent(api.bodies[0]) == [RED, text, BLUE, BLUE, "What is this?"]
     assert api.bodies[0]["messages"][0]["content"][0]["image_url"]["url"].startswith("data:image/png;base64,")
     expect(page.locator(".bubble .thumbnail img")).to_have_count(3)
     page.reload()
@@ -148,18 +51,18 @@ def test_pasted_dropped_and_picked_pictures_are_sent_in_order(page: Page, api: F
     widths = page.locator(".bubble .thumbnail img").evaluate_all("(all) => all.map((one) => one.naturalWidth)")
     assert widths == [8, 5, 5]
     say(page, "And now?")
-    assert _sent(api.bodies[1], 0) == _sent(api.bodies[0])
+    assert sent(api.bodies[1], 0) == sent(api.bodies[0])
     assert api.bodies[1]["messages"][-1]["content"] == "And now?"
     assert complaints == []
 
 
 def test_a_picture_needs_no_words(page: Page, api: FakeApi) -> None:
     open_page(page, api)
-    _give(page, "paste", {"red.png": RED})
-    expect(_previews(page)).to_have_count(1)
+    give(page, "paste", {"red.png": RED})
+    expect(previews(page)).to_have_count(1)
     page.keyboard.press("Enter")
     whole(page)
-    assert _sent(api.bodies[0]) == [RED]
+    assert sent(api.bodies[0]) == [RED]
     expect(page.locator(".chat-title")).to_have_text("red.png")
 
 
@@ -167,25 +70,25 @@ def test_a_model_that_reads_text_only_says_so(page: Page, api: FakeApi) -> None:
     api.reads = ["text"]
     open_page(page, api)
     expect(button(page, "Add pictures")).to_have_count(0)
-    assert _give(page, "paste", {"red.png": RED, "blue.png": BLUE})
+    assert give(page, "paste", {"red.png": RED, "blue.png": BLUE})
     expect(page.locator(".notice")).to_have_text("This model reads text only. Not added: red.png, blue.png")
-    expect(_previews(page)).to_have_count(0)
+    expect(previews(page)).to_have_count(0)
     say(page, "Then not")
     assert api.bodies[0]["messages"][-1]["content"] == "Then not"
 
 
 def test_a_text_with_a_picture_beside_it_is_a_text(page: Page, api: FakeApi) -> None:
     open_page(page, api)
-    assert not _give(page, "paste", {"image.png": RED}, html="<b>a</b>", plain="a")  # as office programs copy
-    assert _give(page, "paste", {"image.png": RED}, html="<img src='x'>")  # as browsers copy pictures
-    expect(_previews(page)).to_have_count(1)
+    assert not give(page, "paste", {"image.png": RED}, html="<b>a</b>", plain="a")  # as office programs copy
+    assert give(page, "paste", {"image.png": RED}, html="<img src='x'>")  # as browsers copy pictures
+    expect(previews(page)).to_have_count(1)
 
 
 def test_edit_and_retry_keep_pictures_and_copy_has_the_text(page: Page, api: FakeApi) -> None:
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     open_page(page, api)
-    _give(page, "paste", {"red.png": RED, "blue.png": BLUE})
-    expect(_previews(page)).to_have_count(2)
+    give(page, "paste", {"red.png": RED, "blue.png": BLUE})
+    expect(previews(page)).to_have_count(2)
     say(page, "First")
     page.locator(".message.user").get_by_role("button", name="Copy").click()
     expect(page.locator(".notice")).to_have_text("Copied")
@@ -193,14 +96,14 @@ def test_edit_and_retry_keep_pictures_and_copy_has_the_text(page: Page, api: Fak
     button(page, "Retry").click()
     expect(page.locator(".message.assistant .numbers")).to_have_text("2/2")
     whole(page)
-    assert _sent(api.bodies[1]) == [RED, BLUE, "First"]
+    assert sent(api.bodies[1]) == [RED, BLUE, "First"]
     page.locator(".message.user").get_by_role("button", name="Edit").click()
     page.locator(".editor").get_by_role("button", name="Remove red.png").click()
     page.locator(".editor textarea").fill("Second")
     page.locator(".editor .primary").click()
     expect(page.locator(".message.user .numbers")).to_have_text("2/2")
     whole(page)
-    assert _sent(api.bodies[2]) == [BLUE, "Second"]
+    assert sent(api.bodies[2]) == [BLUE, "Second"]
     page.locator(".message.user").get_by_role("button", name="Previous version").click()
     expect(page.locator(".bubble .thumbnail img")).to_have_count(2)  # the old branch has both
 
@@ -218,12 +121,12 @@ def test_what_is_too_large_is_made_smaller_and_the_preview_says_so(
     page: Page, api: FakeApi, kind: str, name: str, size: tuple[int, int], sent_kind: str, sent_size: tuple[int, int]
 ) -> None:
     open_page(page, api)
-    _pick(page, name, encoded(size, kind))
-    hint = _previews(page).locator(".hint")
+    pick(page, name, encoded(size, kind))
+    hint = previews(page).locator(".hint")
     expect(hint).to_contain_text(f"{sent_size[0]} × {sent_size[1]} · {sent_kind} · ")
     expect(hint).to_contain_text(f"(made from {size[0]} × {size[1]} · {kind} · ")
     say(page, "See")
-    picture = Image.open(io.BytesIO(_sent(api.bodies[0])[0]))
+    picture = Image.open(io.BytesIO(sent(api.bodies[0])[0]))
     assert (picture.format, picture.size) == (sent_kind, sent_size)
 
 
@@ -239,11 +142,11 @@ def test_a_picture_of_too_many_bytes_is_made_smaller(
     assert (tmp_path / "a.png").stat().st_size > 20_000_000
     open_page(page, api)
     page.locator("input[type=file]").first.set_input_files(tmp_path / "a.png")
-    expect(_previews(page).locator(".hint")).to_contain_text("(made from 2700 × 2600 · PNG · 21.1 MB)")
+    expect(previews(page).locator(".hint")).to_contain_text("(made from 2700 × 2600 · PNG · 21.1 MB)")
     say(page, "See")
-    sent = _sent(api.bodies[0])[0]
-    assert len(sent) <= 20_000_000
-    assert (Image.open(io.BytesIO(sent)).size == (2700, 2600)) is not is_noise
+    data = sent(api.bodies[0])[0]
+    assert len(data) <= 20_000_000
+    assert (Image.open(io.BytesIO(data)).size == (2700, 2600)) is not is_noise
 
 
 def test_a_turned_photo_is_upright_when_it_is_made_smaller_and_else_as_it_was(page: Page, api: FakeApi) -> None:
@@ -251,12 +154,12 @@ def test_a_turned_photo_is_upright_when_it_is_made_smaller_and_else_as_it_was(pa
     turned[0x0112] = 6  # a quarter to the right
     small = encoded((40, 30), "JPEG", exif=turned)
     open_page(page, api)
-    _pick(page, "small.jpg", small)
-    expect(_previews(page).locator(".hint")).to_contain_text("30 × 40 · JPEG")
-    _pick(page, "large.jpg", encoded((5000, 2000), "JPEG", exif=turned))
-    expect(_previews(page).locator(".hint").last).to_contain_text("1638 × 4096 · JPEG")
+    pick(page, "small.jpg", small)
+    expect(previews(page).locator(".hint")).to_contain_text("30 × 40 · JPEG")
+    pick(page, "large.jpg", encoded((5000, 2000), "JPEG", exif=turned))
+    expect(previews(page).locator(".hint").last).to_contain_text("1638 × 4096 · JPEG")
     say(page, "See")
-    first, second, _ = _sent(api.bodies[0])
+    first, second, _ = sent(api.bodies[0])
     assert first == small
     picture = Image.open(io.BytesIO(second))
     assert picture.size == (1638, 4096)
@@ -265,7 +168,7 @@ def test_a_turned_photo_is_upright_when_it_is_made_smaller_and_else_as_it_was(pa
 
 def test_a_broken_picture_is_refused_by_name(page: Page, api: FakeApi) -> None:
     open_page(page, api)
-    _give(page, "drop", {"broken.png": RED[:30], "red.png": RED})
+    give(page, "drop", {"broken.png": RED[:30], "red.png": RED})
     expect(page.locator(".notice")).to_have_text("broken.png cannot be read as a picture")
     expect(page.locator(".composer .files .name")).to_have_text(["red.png"])
 
@@ -274,8 +177,8 @@ def test_a_refused_message_is_back_in_the_field(page: Page, api: FakeApi) -> Non
     reason = "messages.0.content.0.image_url: the picture is larger than 10 pixels"
     api.answers = [api.error(400, reason, "invalid_image"), [said("better")], [said("more")]]
     open_page(page, api)
-    _give(page, "paste", {"bad.png": BLUE, "red.png": RED})
-    expect(_previews(page)).to_have_count(2)
+    give(page, "paste", {"bad.png": BLUE, "red.png": RED})
+    expect(previews(page)).to_have_count(2)
     say(page, "What is this?", waits=False)
     expect(page.locator(".message .error")).to_have_text(reason)
     expect(page.locator("#composer")).to_have_value("What is this?")
@@ -284,13 +187,13 @@ def test_a_refused_message_is_back_in_the_field(page: Page, api: FakeApi) -> Non
     page.reload()
     expect(page.locator("#composer")).to_have_value("What is this?")
     button(page, "Remove bad.png").click()
-    expect(_previews(page)).to_have_count(1)
+    expect(previews(page)).to_have_count(1)
     page.locator("#composer").press("Enter")
     expect(answers(page)).to_have_text("better")
     whole(page)
     assert [one["role"] for one in api.bodies[1]["messages"]] == ["user"]  # beside the one that was refused
-    assert _sent(api.bodies[1]) == [RED, "What is this?"]
-    expect(_previews(page)).to_have_count(0)
+    assert sent(api.bodies[1]) == [RED, "What is this?"]
+    expect(previews(page)).to_have_count(0)
     say(page, "Next")
     assert [one["role"] for one in api.bodies[2]["messages"]] == ["user", "assistant", "user"]
     page.locator(".message.user").first.get_by_role("button", name="Previous version").click()
@@ -300,119 +203,17 @@ def test_a_refused_message_is_back_in_the_field(page: Page, api: FakeApi) -> Non
 def test_a_message_that_is_too_long_is_answered_as_without_pictures(page: Page, api: FakeApi) -> None:
     api.answers = [api.error(400, "too long", "context_length_exceeded")]
     open_page(page, api)
-    _give(page, "paste", {"red.png": RED})
-    expect(_previews(page)).to_have_count(1)
+    give(page, "paste", {"red.png": RED})
+    expect(previews(page)).to_have_count(1)
     say(page, "Look", waits=False)
     expect(page.locator(".message .error")).to_have_text("too long")
     expect(page.get_by_text("Shorten the message, or start a new chat.")).to_be_visible()
     expect(page.locator("#composer")).to_have_value("")
 
 
-def test_drafts_keep_pictures_over_a_reload_and_lose_what_is_removed(page: Page, api: FakeApi) -> None:
-    open_page(page, api)
-    _give(page, "paste", {"red.png": RED, "blue.png": BLUE})
-    expect(_previews(page)).to_have_count(2)
-    page.reload()
-    expect(page.locator(".composer .thumbnail img")).to_have_count(2)
-    button(page, "Remove blue.png").click()
-    expect(_previews(page)).to_have_count(1)
-    assert _stored(page) == [["", len(RED)]]
-    assert base64.b64encode(RED).decode()[:40] not in page.evaluate("JSON.stringify(localStorage)")
-    say(page, "Look")
-    assert _sent(api.bodies[0]) == [RED, "Look"]
-    [[chat, _]] = _stored(page)
-    assert page.url.endswith(f"#/chat/{chat}")
-
-
-def test_pictures_are_deleted_with_their_chats(page: Page, api: FakeApi) -> None:
-    open_page(page, api)
-    for name in ("one", "two"):
-        page.locator(".new-chat").click()
-        expect(page.locator(".greeting")).to_be_visible()
-        _give(page, "paste", {"red.png": RED})
-        expect(_previews(page)).to_have_count(1)
-        say(page, name)
-    _give(page, "paste", {"draft.png": BLUE})  # in the draft of the second
-    expect(_previews(page)).to_have_count(1)
-    page.locator(".new-chat").click()
-    expect(page.locator(".greeting")).to_be_visible()
-    _give(page, "paste", {"new.png": BLUE})
-    expect(_previews(page)).to_have_count(1)
-    assert len(_stored(page)) == 4
-    page.get_by_role("link", name="two").click()
-    button(page, "Delete").click()
-    page.locator("dialog .danger").click()
-    expect(page.locator(".greeting")).to_be_visible()
-    assert sorted(size for _, size in _stored(page)) == sorted([len(RED), len(BLUE)])
-    button(page, "Preferences").click()
-    button(page, "Delete all chats").click()
-    page.locator("dialog").last.get_by_role("button", name="Delete").click()
-    expect(page.locator(".chat-list")).to_have_text("Chats stay in this browser.")
-    assert _stored(page) == [["", len(BLUE)]]
-    expect(page.locator(".composer .thumbnail img")).to_have_count(1)
-
-
-def test_what_new_chats_have_left_behind_is_swept(page: Page, api: FakeApi) -> None:
-    """What was attached longer ago than a week, and is in no draft."""
-    open_page(page, api)
-    _give(page, "paste", {"kept.png": RED})
-    expect(_previews(page)).to_have_count(1)
-    page.evaluate(LEFT_BEHIND)
-    assert len(_stored(page)) == 3
-    page.reload()
-    expect(page.locator(".model-name")).to_contain_text("fake-model")
-    assert sorted(_stored(page)) == [["", 2], ["", len(RED)]]  # two bytes: another tab may be writing with them
-    expect(page.locator(".composer .thumbnail img")).to_have_count(1)
-
-
-def test_export_and_import_bring_pictures_back(page: Page, api: FakeApi, tmp_path: Path) -> None:
-    open_page(page, api)
-    _give(page, "paste", {"red.png": RED, "blue.png": BLUE})
-    expect(_previews(page)).to_have_count(2)
-    say(page, "Question")
-    button(page, "Preferences").click()
-    with page.expect_download() as download:
-        button(page, "Export all chats").click()
-    saved = tmp_path / "chats.json"
-    download.value.save_as(saved)
-    button(page, "Delete all chats").click()
-    page.locator("dialog").last.get_by_role("button", name="Delete").click()
-    expect(page.locator(".chat-list")).to_have_text("Chats stay in this browser.")
-    assert _stored(page) == []
-
-    def bring() -> None:
-        button(page, "Preferences").click()
-        page.locator("dialog input[type=file]").set_input_files(saved)
-        expect(page.locator(".notice")).to_have_text("1 chats were imported.")
-        page.get_by_role("link", name="Question").click()
-
-    bring()
-    expect(page.locator(".bubble .thumbnail img")).to_have_count(2)
-    say(page, "Again")
-    assert _sent(api.bodies[1], 0) == [RED, BLUE, "Question"]
-
-    chats = json.loads(saved.read_text())
-    [first, second] = chats["chats"][0]["pictures"]
-    chats["chats"][0]["pictures"] = {
-        first: "data:text/html;base64," + base64.b64encode(b"<script>alert(1)</script>").decode(),
-        second: "data:image/png;base64,%%%",
-        "other": "https://example.org/a.png",
-    }
-    saved.write_text(json.dumps(chats))
-    button(page, "Delete").click()
-    page.locator("dialog .danger").click()
-    expect(page.locator(".greeting")).to_be_visible()
-    bring()
-    expect(page.locator(".bubble .files")).to_contain_text("red.png is not in this browser any more")
-    assert _stored(page) == []
-    say(page, "More", waits=False)
-    expect(page.locator(".message .error")).to_have_text("red.png is not in this browser any more")
-    assert len(api.bodies) == 2
-
-
 def test_a_picture_is_shown_in_full_by_keyboard(page: Page, api: FakeApi) -> None:
     open_page(page, api)
-    _give(page, "paste", {"red.png": RED})
+    give(page, "paste", {"red.png": RED})
     for place in (".composer", ".bubble"):
         if place == ".bubble":
             say(page, "Look")
@@ -438,7 +239,7 @@ def test_axe_finds_nothing(page: Page, api: FakeApi, theme: str) -> None:
     page.set_viewport_size({"width": 360, "height": 740})
     page.goto(api.url)
     expect(page.locator(".greeting")).to_contain_text("This model reads pictures, too.")
-    _give(page, "paste", {f"{'long name ' * 9}.png": encoded((5000, 90)), "red.png": RED})
+    give(page, "paste", {f"{'long name ' * 9}.png": encoded((5000, 90)), "red.png": RED})
     expect(page.locator(".composer .thumbnail img")).to_have_count(2)
     faults = {"composer": serious_faults(page)}
     assert page.evaluate("document.scrollingElement.scrollWidth") == 360
@@ -465,50 +266,16 @@ def test_a_phone_offers_its_camera_and_its_pictures(browser: Browser, api: FakeA
     assert chooser.value.element.get_attribute("accept") == "image/*"
     assert chooser.value.element.get_attribute("capture") is None
     chooser.value.set_files([{"name": "a.jpg", "mimeType": "image/jpeg", "buffer": encoded((9, 9), "JPEG")}])
-    expect(_previews(page)).to_have_count(1)
+    expect(previews(page)).to_have_count(1)
     button(page, "Send").tap()
     whole(page)
     assert api.bodies[0]["messages"][0]["content"][0]["image_url"]["url"].startswith("data:image/jpeg;base64,")
     context.close()
 
 
-def test_chats_of_before_there_were_pictures_are_kept(page: Page, api: FakeApi) -> None:
-    page.goto(f"{api.url}/v1/models")
-    page.evaluate(OLD_STORE)
-    open_page(page, api)
-    page.get_by_role("link", name="Old").click()
-    expect(page.locator(".message.user .plain")).to_have_text("from before")
-    _give(page, "paste", {"red.png": RED})
-    expect(_previews(page)).to_have_count(1)
-    say(page, "Look")
-    assert _sent(api.bodies[0]) == [RED, "Look"]
-
-
-def test_without_a_store_pictures_last_until_the_page_closes(page: Page, api: FakeApi) -> None:
-    page.add_init_script("IDBFactory.prototype.open = () => { throw new DOMException('denied', 'SecurityError') }")
-    open_page(page, api)
-    expect(page.locator(".notice")).to_contain_text("The browser does not store chats")
-    _give(page, "paste", {"red.png": RED, "blue.png": BLUE})
-    expect(page.locator(".composer .thumbnail img")).to_have_count(2)
-    button(page, "Remove blue.png").click()
-    say(page, "Look")
-    say(page, "Again")
-    assert _sent(api.bodies[1], 0) == [RED, "Look"]
-
-
-def test_a_second_tab_shows_the_pictures(page: Page, api: FakeApi) -> None:
-    open_page(page, api)
-    _give(page, "paste", {"red.png": RED})
-    expect(_previews(page)).to_have_count(1)
-    say(page, "Look")
-    other = page.context.new_page()
-    open_page(other, api, page.url.removeprefix(f"{api.url}/"))
-    expect(other.locator(".bubble .thumbnail img")).to_have_count(1)
-
-
 def test_the_words_are_chinese_where_the_page_is(page: Page, api: FakeApi) -> None:
     page.add_init_script("localStorage.setItem('ktransformers.language', 'zh')")
     open_page(page, api)
     expect(button(page, "添加图片")).to_be_visible()
-    _give(page, "paste", {"a.png": encoded((5000, 9))})
-    expect(_previews(page).locator(".hint")).to_contain_text("（由 5000 × 9 · PNG")
+    give(page, "paste", {"a.png": encoded((5000, 9))})
+    expect(previews(page).locator(".hint")).to_contain_text("（由 5000 × 9 · PNG")
