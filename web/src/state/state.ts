@@ -157,6 +157,7 @@ export async function connect(hasNewKey = false): Promise<void> {
   try {
     models.value = await getModels();
     await getReady();
+    if (obstacle.value) models.value = await getModels(); // what a model reads is known once it is loaded
     obstacle.value = "";
     if (isKeyWanted.value) isKeyWanted.value = "";
   } catch (error) {
