@@ -46,6 +46,12 @@ def api(fake: FakeApi) -> FakeApi:
 
 
 @pytest.fixture
+def sees(api: FakeApi) -> None:
+    """The model reads pictures."""
+    api.reads = ["text", "image"]
+
+
+@pytest.fixture
 def page(browser: Browser) -> Iterator[Page]:
     """A tab of a browser that has kept nothing. Fails the test when a script fails."""
     context = browser.new_context(viewport={"width": 1200, "height": 800}, locale="en-US", accept_downloads=True)

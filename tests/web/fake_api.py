@@ -74,6 +74,8 @@ class FakeApi:
         self.dropped: list[int] = []
         """How many of the oldest messages the answers go without, one by one; then none."""
         self.model = "fake-model"
+        self.reads = ["text"]
+        """What the model reads."""
         self.loading = ""
         self.status: Any = None
         self.info: dict[str, Any] = {}
@@ -106,7 +108,8 @@ class FakeApi:
         return web.page()
 
     async def _models(self, request: Request) -> Response:
-        models = [{"id": self.model, "max_model_len": 4096}, {"id": "alias", "max_model_len": 4096}]
+        facts = {"max_model_len": 4096, "architecture": {"input_modalities": self.reads, "output_modalities": ["text"]}}
+        models = [{"id": name, **facts} for name in (self.model, "alias")]
         return self._refusal(request) or JSONResponse({"object": "list", "data": models})
 
     async def _ready(self, request: Request) -> Response:

@@ -92,12 +92,12 @@ def test_every_refused_file_is_named(page: Page, api: FakeApi, tmp_path: Path) -
         (tmp_path / name).write_bytes(data)
     open_page(page, api)
     _give(page, *(tmp_path / name for name in files))
-    expect(page.locator(".notice")).to_contain_text("picture.png is not a text file")
+    expect(page.locator(".notice")).to_contain_text("picture.png")
     assert sorted(page.locator(".notice").inner_text().split("\n")) == [
+        "This model reads text only. Not added: picture.png",
         "broken.pdf cannot be read as a PDF",
         "large.log is larger than 1 MiB",
         "locked.pdf is locked by a password",
-        "picture.png is not a text file",
         "program is not a text file",
         "scan.pdf holds no text: its pages are pictures",
     ]

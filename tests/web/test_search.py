@@ -60,6 +60,7 @@ def test_the_branch_of_the_match_is_shown(page: Page, api: FakeApi) -> None:
     whole(page)
     say(page, "Next")
     page.locator(".new-chat").click()
+    expect(page.locator("#composer")).to_be_focused()  # before the search takes the focus
     _search(page, "old ans")
     page.keyboard.press("Enter")  # opens the first chat that is found
     expect(answers(page)).to_have_text("the old answer")

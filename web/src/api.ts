@@ -70,6 +70,7 @@ async function askJson(path: string, init: RequestInit = {}): Promise<unknown> {
 export interface Model {
   id: string;
   max_model_len?: number;
+  architecture?: { input_modalities?: string[] };
 }
 
 export async function getModels(): Promise<Model[]> {

@@ -33,9 +33,17 @@ const en = {
   send: "Send",
   stop: "Stop",
   attach: "Add text files or PDFs",
+  attachPictures: "Add pictures",
   message: "Message",
   messageHint: "Ask something",
   dropHere: "Drop text files or PDFs here",
+  dropHerePictures: "Drop text files, PDFs or pictures here",
+  textOnly: "This model reads text only. Not added: {0}",
+  pictureTooLarge: "{0} is larger than 200 MB",
+  pictureBroken: "{0} cannot be read as a picture",
+  pictureGone: "{0} is not in this browser any more",
+  showPicture: "Show {0}",
+  madeFrom: "{0} (made from {1})",
   notText: "{0} is not a text file",
   tooLarge: "{0} is larger than 1 MiB",
   notRead: "{0} cannot be read",
@@ -99,6 +107,7 @@ const en = {
   byServer: "As the server does",
   greeting: "What is on your mind?",
   greetingHintTouch: "Text files and PDFs can be added.",
+  greetingPictures: "This model reads pictures, too.",
   greetingHint: "Enter sends, Shift+Enter starts a new line. Text files and PDFs can be dropped in.",
   settings: "Settings of this chat",
   settingsShort: "Settings",
@@ -217,9 +226,17 @@ const zh: Record<Key, string> = {
   send: "发送",
   stop: "停止",
   attach: "添加文本文件或 PDF",
+  attachPictures: "添加图片",
   message: "消息",
   messageHint: "输入问题",
   dropHere: "将文本文件或 PDF 拖放到这里",
+  dropHerePictures: "将文本文件、PDF 或图片拖放到这里",
+  textOnly: "此模型只能读取文本。未添加：{0}",
+  pictureTooLarge: "{0} 超过 200 MB",
+  pictureBroken: "无法将 {0} 读取为图片",
+  pictureGone: "{0} 已不在此浏览器中",
+  showPicture: "查看 {0}",
+  madeFrom: "{0}（由 {1} 转换而来）",
   notText: "{0} 不是文本文件",
   tooLarge: "{0} 超过 1 MiB",
   notRead: "无法读取 {0}",
@@ -283,6 +300,7 @@ const zh: Record<Key, string> = {
   byServer: "由服务器决定",
   greeting: "想聊点什么？",
   greetingHintTouch: "可以添加文本文件和 PDF。",
+  greetingPictures: "此模型也能读取图片。",
   greetingHint: "Enter 发送，Shift+Enter 换行。可以拖入文本文件和 PDF。",
   settings: "此对话的设置",
   settingsShort: "设置",
@@ -390,4 +408,9 @@ export function n(value: number, digits = 0): string {
     minimumFractionDigits: digits,
     maximumFractionDigits: digits,
   });
+}
+
+/** Of a file. */
+export function bytes(value: number): string {
+  return value < 1e6 ? `${n(Math.ceil(value / 1e3))} kB` : `${n(value / 1e6, 1)} MB`;
 }

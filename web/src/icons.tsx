@@ -15,6 +15,7 @@ const PATHS = {
   down: "M12 5v14M6 13l6 6 6-6",
   trash: "M5 7h14M10 7V4h4v3M7 7l1 13h8l1-13",
   file: "M7 3h7l4 4v14H7zM14 3v4h4",
+  picture: "M4 5h16v14H4zM4 16l5-5 4 4 3-3 4 4M15 9h.01",
   sliders: "M4 8h10M18 8h2M4 16h2M10 16h10M14 6v4h4V6zM6 14v4h4v-4z",
   chart: "M4 20V4M4 20h16M8 16v-4M12 16V8M16 16v-6",
   gear: "M12 9a3 3 0 1 0 0 6a3 3 0 0 0 0-6zM12 3v3M12 18v3M3 12h3M18 12h3M5.6 5.6l2.2 2.2M16.2 16.2l2.2 2.2M18.4 5.6l-2.2 2.2M7.8 16.2l-2.2 2.2",

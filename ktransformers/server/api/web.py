@@ -25,7 +25,7 @@ _POLICY = "; ".join(
         "default-src 'none'",
         "script-src 'self'",
         "style-src 'self'",
-        "img-src 'self' data:",
+        "img-src 'self' data: blob:",  # blob: pictures that a person has attached, from the browser's own store
         "font-src 'self'",
         "connect-src 'self'",
         "base-uri 'none'",

@@ -11,7 +11,7 @@ import { Icon, Logo } from "../icons";
 import { Announcer } from "./Announcer";
 import { MessageView } from "./MessageView";
 import { jump, showMatch, type Jump } from "./jump";
-import { changeChat, chat, isSidebarOpen, model, obstacle, openSidebar, path, removeChat, shownDialog } from "../state/state";
+import { changeChat, chat, isSidebarOpen, model, obstacle, openSidebar, path, readsPictures, removeChat, shownDialog } from "../state/state";
 import { download, exportChats } from "../state/transfer";
 
 export function MenuButton() {
@@ -106,7 +106,7 @@ function Greeting() {
     <div class="greeting">
       <Logo />
       <h2>{t("greeting")}</h2>
-      <p>{t(enterHint() === "send" ? "greetingHint" : "greetingHintTouch")}</p>
+      <p>{t(enterHint() === "send" ? "greetingHint" : "greetingHintTouch")}{readsPictures.value && ` ${t("greetingPictures")}`}</p>
       {model.value && <p class="facts">{model.value.id}{size ? ` · ${t("tokens", n(size))}` : ""}</p>}
     </div>
   );

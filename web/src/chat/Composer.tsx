@@ -1,30 +1,60 @@
-// The field to write in. Files come by drop, by paste or by the button.
+// The field to write in. Files come by drop, by paste or by the buttons.
 import { useSignal } from "@preact/signals";
 import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
 import { liveHere, send, stopAnswers } from "../state/answer";
-import { draftOf, setFiles, setText, type Draft } from "../storage/drafts";
+import { draftOf, removeFile, setFiles, setText, type Draft } from "../storage/drafts";
 import { enterHint, isComposing, sends } from "../keys";
 import { readFiles, refusalText } from "../files/read";
 import { t } from "../i18n";
-import { Icon } from "../icons";
-import { FileChips } from "./MessageView";
+import { Icon, type IconName } from "../icons";
+import { putPicture } from "../storage/store";
+import { nextParent } from "../storage/tree";
+import { Attachments } from "./Attachments";
 import { liveElsewhere } from "../state/others";
 import { jump } from "./jump";
-import { chat, isKeyWanted, notice, obstacle, path, view } from "../state/state";
+import { chat, isKeyWanted, notice, obstacle, path, readsPictures, view } from "../state/state";
 
 /** Reads files into a draft, and names those that cannot be read. */
 async function take(draft: Draft, list: Iterable<File>): Promise<void> {
   const wanted = [...list]; // the browser empties its own list
   draft.numReading.value += wanted.length;
-  const { files, refused } = await readFiles(wanted);
+  const { files, refused } = await readFiles(wanted, readsPictures.value ? (blob) => putPicture(draft.chat, blob) : undefined);
   draft.numReading.value -= wanted.length;
   if (files.length) setFiles(draft, [...draft.files.value, ...files]);
   if (refused.length) notice.value = refusalText(refused);
 }
 
+/** Office programs put a picture of a text beside it: there the text is meant. */
+function isText(pasted: DataTransfer): boolean {
+  return pasted.types.includes("text/html") && Boolean(pasted.getData("text/plain").trim());
+}
+
+/** A button that asks for files; `accept` as the input has it. On phones image/* offers the camera and its roll. */
+function Picker({ label, icon, accept, onPick }: { label: string; icon: IconName; accept?: string; onPick: (files: FileList) => void }) {
+  const input = useRef<HTMLInputElement>(null);
+  return (
+    <>
+      <button type="button" class="quiet" title={label} aria-label={label} onClick={() => input.current?.click()}>
+        <Icon name={icon} />
+      </button>
+      <input
+        ref={input}
+        type="file"
+        multiple
+        hidden
+        accept={accept}
+        aria-label={label}
+        onChange={(event) => {
+          onPick(event.currentTarget.files!);
+          event.currentTarget.value = "";
+        }}
+      />
+    </>
+  );
+}
+
 export function Composer() {
   const field = useRef<HTMLTextAreaElement>(null);
-  const picker = useRef<HTMLInputElement>(null);
   const draft = draftOf(chat.value?.id ?? "");
   const { text, files } = draft;
   const isReading = draft.numReading.value > 0;
@@ -74,7 +104,7 @@ export function Composer() {
     const [said, given] = [text.value.trim(), files.value];
     setText(draft, "");
     setFiles(draft, []);
-    void send(said, given, path.value.at(-1)?.id ?? "");
+    void send(said, given, nextParent(path.value));
   };
   const onKeyDown = (event: KeyboardEvent) => {
     const isEmpty = !text.value && !files.value.length;
@@ -92,7 +122,13 @@ export function Composer() {
   return (
     <form class="composer" onSubmit={(event) => { event.preventDefault(); submit(); }}>
       {files.value.length > 0 && (
-        <FileChips files={files.value} onRemove={(index) => setFiles(draft, files.value.filter((_, i) => i !== index))} />
+        <Attachments
+          files={files.value}
+          onRemove={(index) => {
+            removeFile(draft, index);
+            if (matchMedia("(min-width: 50rem)").matches) field.current?.focus(); // the button goes away
+          }}
+        />
       )}
       {isReading && (
         <p class="reading" role="status"><span class="pulse" aria-hidden="true" /> {t("readingFiles")}</p>
@@ -109,26 +145,18 @@ export function Composer() {
         onKeyDown={onKeyDown}
         onPaste={(event) => {
           const pasted = event.clipboardData?.files;
-          if (!pasted?.length) return;
+          if (!pasted?.length || isText(event.clipboardData!)) return;
           event.preventDefault();
           void take(draft, pasted);
         }}
       />
       <div class="composer-foot">
-        <button type="button" class="quiet" title={t("attach")} aria-label={t("attach")} onClick={() => picker.current?.click()}>
-          <Icon name="plus" />
-        </button>
-        <input
-          ref={picker}
-          type="file"
-          multiple
-          hidden
-          aria-label={t("attach")}
-          onChange={(event) => {
-            void take(draft, event.currentTarget.files ?? []);
-            event.currentTarget.value = "";
-          }}
-        />
+        <span class="pickers">
+          <Picker label={t("attach")} icon="plus" onPick={(given) => void take(draft, given)} />
+          {readsPictures.value && (
+            <Picker label={t("attachPictures")} icon="picture" accept="image/*" onPick={(given) => void take(draft, given)} />
+          )}
+        </span>
         {answer ? (
           <button type="button" class="round primary" title={`${t("stop")} (Esc)`} aria-label={t("stop")} onClick={() => stopAnswers(answer.message.value.chat)}>
             <Icon name="stop" />
@@ -139,7 +167,7 @@ export function Composer() {
           </button>
         )}
       </div>
-      {isDragging.value && <div class="drop-hint">{t("dropHere")}</div>}
+      {isDragging.value && <div class="drop-hint">{t(readsPictures.value ? "dropHerePictures" : "dropHere")}</div>}
     </form>
   );
 }

@@ -4,6 +4,7 @@ import { useLayoutEffect, useRef } from "preact/hooks";
 import { canGoOn, goOn, live, retry, send, sendResults, type LiveAnswer } from "../state/answer";
 import { copyText } from "../clipboard";
 import { enterHint, isComposing, sends } from "../keys";
+import { Attachments } from "./Attachments";
 import { isTooLong, LeftOut, TooLong } from "./Context";
 import { n, t } from "../i18n";
 import { Icon, type IconName } from "../icons";
@@ -11,7 +12,7 @@ import { Markdown } from "../markdown/Markdown";
 import { liveElsewhere } from "../state/others";
 import { messages, model, notice, path, select } from "../state/state";
 import { childrenOf } from "../storage/tree";
-import type { Message, TextFile, ToolCall } from "../storage/types";
+import type { Attached, Message, ToolCall } from "../storage/types";
 
 function Action({ name, label, onClick, isOff }: { name: IconName; label: string; onClick: () => void; isOff?: boolean }) {
   return (
@@ -44,26 +45,9 @@ function Copy({ text }: { text: string }) {
   );
 }
 
-export function FileChips({ files, onRemove }: { files: TextFile[]; onRemove?: (index: number) => void }) {
-  return (
-    <ul class="files">
-      {files.map((file, index) => (
-        <li key={index}>
-          <Icon name="file" />
-          <span class="name">{file.name}</span>
-          <span class="hint">
-            {file.encoding && <span title={t("readAs", file.encoding)}>{file.encoding} · </span>}
-            {file.pages ? t("pages", n(file.pages)) : t("lines", n(file.text.replace(/\n$/, "").split("\n").length))}
-          </span>
-          {onRemove && <Action name="close" label={t("removeFile", file.name)} onClick={() => onRemove(index)} />}
-        </li>
-      ))}
-    </ul>
-  );
-}
-
 function Editor({ message, onDone }: { message: Message; onDone: () => void }) {
   const field = useRef<HTMLTextAreaElement>(null);
+  const files = useSignal<Attached[]>(message.files ?? []);
   useLayoutEffect(() => {
     const area = field.current!;
     area.focus();
@@ -71,12 +55,21 @@ function Editor({ message, onDone }: { message: Message; onDone: () => void }) {
   }, []);
   const done = () => {
     const text = field.current!.value.trim();
-    if (!text && !message.files?.length) return;
+    if (!text && !files.value.length) return;
     onDone();
-    void send(text, message.files ?? [], message.parent);
+    void send(text, files.value, message.parent);
   };
   return (
     <div class="editor">
+      {files.value.length > 0 && (
+        <Attachments
+          files={files.value}
+          onRemove={(index) => {
+            files.value = files.value.filter((_, i) => i !== index);
+            field.current!.focus(); // the button goes away
+          }}
+        />
+      )}
       <textarea
         ref={field}
         aria-label={t("edit")}
@@ -108,7 +101,7 @@ function UserMessage({ message }: { message: Message }) {
   return (
     <>
       <div class="bubble">
-        {message.files && <FileChips files={message.files} />}
+        {message.files && <Attachments files={message.files} />}
         {message.content && <div class="plain">{message.content}</div>}
       </div>
       <div class="actions">

@@ -16,7 +16,12 @@ export function Dialog({ title, kind = "", onClose, children }: Props) {
   const box = useRef<HTMLDialogElement>(null);
   const heading = useId();
   useEffect(() => {
+    const before = document.activeElement;
     box.current!.showModal();
+    return () => {
+      const hasFocus = document.activeElement !== document.body; // what the dialog was closed for may have taken it
+      if (!hasFocus && before instanceof HTMLElement) before.focus();
+    };
   }, []);
   return (
     <dialog
@@ -33,7 +38,7 @@ export function Dialog({ title, kind = "", onClose, children }: Props) {
         <div class="dialog-head">
           <h2 id={heading}>{title}</h2>
           {onClose && (
-            <button class="quiet" aria-label={t("close")} onClick={onClose}>
+            <button type="button" class="quiet" aria-label={t("close")} onClick={onClose}>
               <Icon name="close" />
             </button>
           )}

@@ -3,10 +3,12 @@ import { batch, computed, effect, signal, type Signal } from "@preact/signals";
 import { ApiError, streamChat, type CallDelta, type Chunk } from "../api";
 import { t } from "../i18n";
 import { liveElsewhere, tellLive, tellOthers } from "./others";
-import { changeChat, changeSettings, chat, chats, ensureChat, explain, messages, model, path, putMessage, settings } from "./state";
+import { bodyOf } from "./request";
+import { changeChat, changeSettings, chat, chats, ensureChat, explain, messages, path, putMessage, settings } from "./state";
+import { draftOf, setFiles, setText } from "../storage/drafts";
 import { leave, newId } from "../storage/store";
 import { pathTo } from "../storage/tree";
-import type { Message, Settings, TextFile, ToolCall, Usage } from "../storage/types";
+import { isPicture, type Attached, type Message, type ToolCall, type Usage } from "../storage/types";
 
 export interface LiveAnswer {
   message: Signal<Message>;
@@ -45,65 +47,6 @@ export function canGoOn(message: Message): boolean {
   if (live.value.has(message.id) || liveElsewhere.value.has(message.id) || message.calls) return false;
   const isCut = message.role === "assistant" && message.state !== undefined && message.state !== "done";
   return isCut && hasBegun(message) && path.value.at(-1)?.id === message.id;
-}
-
-// What is sent.
-
-/** The text of a message with its files in front, each in a fence longer than any in it. */
-export function withFiles(content: string, files: TextFile[] = []): string {
-  const parts = files.map(({ name, text }) => {
-    const longest = Math.max(2, ...[...text.matchAll(/`+/g)].map(([ticks]) => ticks.length));
-    const fence = "`".repeat(longest + 1);
-    return `${name}:\n${fence}\n${text.replace(/\n$/, "")}\n${fence}`;
-  });
-  return [...parts, content].filter(Boolean).join("\n\n");
-}
-
-function apiMessage(message: Message): object {
-  if (message.role === "tool") return { role: "tool", content: message.content, tool_call_id: message.callId };
-  if (message.role === "user") return { role: "user", content: withFiles(message.content, message.files) };
-  if (!message.calls?.length) return { role: "assistant", content: message.content };
-  return {
-    role: "assistant",
-    content: message.content,
-    ...(message.reasoning && { reasoning_content: message.reasoning }),
-    tool_calls: message.calls.map((call) => ({
-      id: call.id,
-      type: "function",
-      function: { name: call.name, arguments: call.arguments },
-    })),
-  };
-}
-
-const SAMPLING = [
-  "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "max_tokens",
-  "seed",
-] as const; // prettier-ignore
-
-/** The beginning of an answer that goes on. */
-function begunMessage({ content, reasoning }: Message): object {
-  return { role: "assistant", content, ...(reasoning && { reasoning_content: reasoning }) };
-}
-
-function bodyOf(context: Message[], chosen: Settings, begun?: Message): object {
-  const body: Record<string, unknown> = {
-    stream: true,
-    stream_options: { include_usage: true },
-    return_speed: true,
-    messages: [
-      ...(chosen.system ? [{ role: "system", content: chosen.system }] : []),
-      ...context.filter((one) => one.role !== "assistant" || one.content || one.calls?.length).map(apiMessage),
-      ...(begun ? [begunMessage(begun)] : []),
-    ],
-  };
-  if (begun) body.continue_final_message = true;
-  if (model.value) body.model = model.value.id;
-  for (const name of SAMPLING) if (chosen[name] !== undefined) body[name] = chosen[name];
-  if (chosen.stop?.length) body.stop = chosen.stop;
-  if (chosen.thinking !== undefined) body.chat_template_kwargs = { enable_thinking: chosen.thinking };
-  if (chosen.tools?.trim()) body.tools = JSON.parse(chosen.tools);
-  if (chosen.dropsOldest) body.truncate_prompt_tokens = -1;
-  return body;
 }
 
 // What comes back.
@@ -224,7 +167,7 @@ function saying(error: ApiError): string {
 
 function answerOf(parent: Message, same?: Message): Message {
   if (same) {
-    const { error: _error, errorCode: _code, dropped: _dropped, ...rest } = same;
+    const { error: _error, errorCode: _code, isRefused: _refused, dropped: _dropped, ...rest } = same;
     return { ...rest, state: "streaming" };
   }
   return {
@@ -234,6 +177,19 @@ function answerOf(parent: Message, same?: Message): Message {
 }
 
 const hasBegun = (message: Message) => Boolean(message.content || message.reasoning);
+
+/** Whether the same request would be refused again, and not for its length, which has a way on of its own. */
+function isRefusal({ status, code }: ApiError): boolean {
+  return [400, 413, 422].includes(status) && code !== "context_length_exceeded";
+}
+
+/** Puts a message back into the field to write in, unless there is something else. */
+function giveBack({ chat, content, files = [] }: Message): void {
+  const draft = draftOf(chat);
+  if (draft.text.peek() || draft.files.peek().length || draft.numReading.peek()) return;
+  setText(draft, content);
+  setFiles(draft, files);
+}
 
 /**
  * The answer to the last message of `context`, which begins with the first one of the chat. `same`: the message that
@@ -250,21 +206,25 @@ async function generate(context: Message[], same?: Message): Promise<void> {
     message: signal(made), rate: signal(0), stop: () => controller.abort(), newest: () => reader.now,
   }; // prettier-ignore
   const reader = new Reader(made, answer);
-  const body = bodyOf(context, own.settings, same && hasBegun(same) ? same : undefined);
   // All of this before anything else can happen: nobody waits for the store.
   live.value = new Map(live.value).set(made.id, answer);
   void putMessage(made);
   void changeChat(own.id, { selected: { [parent.id]: made.id }, updated: Date.now() });
   let last: Partial<Message> = {};
   try {
+    const body = await bodyOf(context, own.settings, same && hasBegun(same) ? same : undefined);
     for await (const chunk of streamChat(body, controller.signal)) reader.take(chunk);
   } catch (error) {
     if (controller.signal.aborted) last = { state: "stopped" };
     else if (isLeaving()) last = { state: "streaming" };
     else if (error instanceof ApiError) {
       last = { state: "error", error: saying(error), ...(error.code && { errorCode: error.code }) };
+      if (!same && isRefusal(error) && parent.files?.some(isPicture)) {
+        last.isRefused = true;
+        giveBack(parent);
+      }
       if (error.status === 401 || error.status === 0 || error.code === "not_ready") void explain(error);
-    } else last = { state: "error", error: String(error) };
+    } else last = { state: "error", error: error instanceof Error ? error.message : String(error) };
   }
   const ended = reader.end(last);
   const isKept = putMessage(ended);
@@ -278,13 +238,13 @@ async function generate(context: Message[], same?: Message): Promise<void> {
 
 // What a person can ask for.
 
-function titleOf(content: string, files: TextFile[]): string {
+function titleOf(content: string, files: Attached[]): string {
   const line = content.trim().split("\n")[0] || files.map((file) => file.name).join(", ");
   return line.length > 60 ? `${line.slice(0, 59)}…` : line;
 }
 
 /** A user's message after `parent` ("" is the beginning), and its answer. */
-export async function send(content: string, files: TextFile[], parent: string): Promise<void> {
+export async function send(content: string, files: Attached[], parent: string): Promise<void> {
   const before = pathTo(messages.value, parent);
   const own = ensureChat(titleOf(content, files));
   const made: Message = {

@@ -2,12 +2,12 @@
 import { batch, computed, effect, signal } from "@preact/signals";
 import * as store from "../storage/store";
 import { ApiError, getModels, getReady, type Model } from "../api";
-import { forgetDraft, forgetDrafts } from "../storage/drafts";
+import { draftOf, forgetDraft, forgetDrafts } from "../storage/drafts";
 import { language, t, type Language } from "../i18n";
 import { listen, tellOthers } from "./others";
 import { inBrowser } from "../storage/remembered";
 import { shownPath, type Messages } from "../storage/tree";
-import type { Chat, Message, Settings } from "../storage/types";
+import { isPicture, type Chat, type Message, type Settings } from "../storage/types";
 
 export type View = { name: "chat"; id: string } | { name: "new" } | { name: "status" };
 export type Theme = "auto" | "light" | "dark";
@@ -40,6 +40,7 @@ export const model = computed(() => {
   const wanted = settings.value.model;
   return models.value.find((one) => one.id === wanted) ?? models.value[0];
 });
+export const readsPictures = computed(() => model.value?.architecture?.input_modalities?.includes("image") ?? false);
 
 export function defaults(): Settings {
   try {
@@ -138,6 +139,7 @@ export async function start(): Promise<void> {
   store.onLeft(() => void reloadChats());
   window.addEventListener("hashchange", () => void show(viewOf(location.hash)));
   await show(viewOf(location.hash));
+  void store.sweepPictures(draftOf("").files.peek().filter(isPicture).map((one) => one.picture));
   await connect();
 }
 
@@ -155,6 +157,7 @@ export async function connect(hasNewKey = false): Promise<void> {
   try {
     models.value = await getModels();
     await getReady();
+    if (obstacle.value) models.value = await getModels(); // what a model reads is known once it is loaded
     obstacle.value = "";
     if (isKeyWanted.value) isKeyWanted.value = "";
   } catch (error) {

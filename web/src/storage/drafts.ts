@@ -1,12 +1,13 @@
 // What is written and not sent yet, for each chat; kept over a reload. "" stands for the chat that is not there yet.
 import { signal, type Signal } from "@preact/signals";
 import { inBrowser } from "./remembered";
-import type { TextFile } from "./types";
+import { dropPicture } from "./store";
+import { isPicture, type Attached } from "./types";
 
 export interface Draft {
   readonly chat: string;
   readonly text: Signal<string>;
-  readonly files: Signal<TextFile[]>;
+  readonly files: Signal<Attached[]>;
   /** Files that are being read. */
   readonly numReading: Signal<number>;
 }
@@ -21,9 +22,9 @@ const drafts = new Map<string, Draft>();
 const unkept = new Set<Draft>();
 let timer = 0;
 
-function keptFiles(chat: string): TextFile[] {
+function keptFiles(chat: string): Attached[] {
   try {
-    return JSON.parse(inBrowser.get(FILES + chat) ?? "[]") as TextFile[];
+    return JSON.parse(inBrowser.get(FILES + chat) ?? "[]") as Attached[];
   } catch {
     return [];
   }
@@ -60,9 +61,15 @@ export function setText(draft: Draft, text: string): void {
   else timer ||= window.setTimeout(keepAll, KEEP_AFTER);
 }
 
-export function setFiles(draft: Draft, files: TextFile[]): void {
+export function setFiles(draft: Draft, files: Attached[]): void {
   draft.files.value = files;
   keep(FILES + draft.chat, files.length ? JSON.stringify(files) : "");
+}
+
+export function removeFile(draft: Draft, index: number): void {
+  const [gone] = draft.files.peek().slice(index);
+  setFiles(draft, draft.files.peek().filter((_, i) => i !== index));
+  if (gone && isPicture(gone)) void dropPicture(draft.chat, gone.picture);
 }
 
 /** With the chat. */

@@ -1,12 +1,20 @@
-// Chats and messages in IndexedDB; what it refuses is held here until the page closes. Knows nothing of the page.
+// Chats, messages and their pictures in IndexedDB; what it refuses is held here until the page closes. Knows nothing of the page.
 // Transactions run in the order in which these functions are called: nobody has to wait for a write before the next one.
 import { openDB, type DBSchema, type IDBPDatabase } from "idb";
 import { inBrowser } from "./remembered";
-import type { Chat, Message } from "./types";
+import { isPicture, type Chat, type Message } from "./types";
 
 interface Schema extends DBSchema {
   chats: { key: string; value: Chat };
   messages: { key: string; value: Message; indexes: { chat: string } };
+  pictures: { key: string; value: KeptPicture; indexes: { chat: string } };
+}
+
+/** Of a message of this chat, or of what is written for it; "" is the chat that is not there yet. */
+export interface KeptPicture {
+  id: string;
+  chat: string;
+  blob: Blob;
 }
 
 let database: Promise<IDBPDatabase<Schema>> | undefined;
@@ -18,10 +26,13 @@ function closed(): void {
 }
 
 async function openNow(): Promise<IDBPDatabase<Schema>> {
-  opened = await openDB<Schema>("ktransformers", 1, {
-    upgrade(made) {
-      made.createObjectStore("chats", { keyPath: "id" });
-      made.createObjectStore("messages", { keyPath: "id" }).createIndex("chat", "chat");
+  opened = await openDB<Schema>("ktransformers", 2, {
+    upgrade(made, version) {
+      if (version < 1) {
+        made.createObjectStore("chats", { keyPath: "id" });
+        made.createObjectStore("messages", { keyPath: "id" }).createIndex("chat", "chat");
+      }
+      made.createObjectStore("pictures", { keyPath: "id" }).createIndex("chat", "chat");
     },
     blocking(_from, _to, event) {
       (event.target as IDBDatabase).close();
@@ -40,6 +51,7 @@ function db(): Promise<IDBPDatabase<Schema>> {
 
 const heldChats = new Map<string, Chat>();
 const heldMessages = new Map<string, Message>();
+const heldPictures = new Map<string, KeptPicture>();
 let tell: (error: unknown) => void = () => undefined;
 
 /** Who hears that the browser refuses. */
@@ -165,11 +177,17 @@ export async function changeChat(now: Chat, change: ChatChange): Promise<void> {
   await attemptWrite({ changes: [{ now, change }] }, () => writeChange(now, change), refused);
 }
 
+/** Its pictures go with it, to a chat that was not there yet when they were attached. */
 async function writeMessage(message: Message): Promise<void> {
-  const transaction = (await db()).transaction(["chats", "messages"], "readwrite");
+  const transaction = (await db()).transaction(["chats", "messages", "pictures"], "readwrite");
   const put = async () => {
     if (await transaction.objectStore("chats").getKey(message.chat)) {
       await transaction.objectStore("messages").put(message);
+      const pictures = transaction.objectStore("pictures");
+      for (const id of picturesOf(message)) {
+        const kept = await pictures.get(id);
+        if (kept && kept.chat !== message.chat) await pictures.put({ ...kept, chat: message.chat });
+      }
       heldMessages.delete(message.id);
     } else if (heldChats.has(message.chat)) heldMessages.set(message.id, message);
   };
@@ -191,43 +209,111 @@ function putNow(messages: Message[]): void {
   transaction.commit();
 }
 
-export async function putAll(chats: Chat[], messages: Message[]): Promise<void> {
+// Pictures.
+
+const picturesOf = (message: Message): string[] => (message.files ?? []).filter(isPicture).map((one) => one.picture);
+
+/** Keeps a picture for what is written in a chat that is still there, or not there yet (""). Returns its id. */
+export async function putPicture(chat: string, blob: Blob): Promise<string> {
+  const picture = { id: newId(), chat, blob };
+  const hold = () => void heldPictures.set(picture.id, picture);
   const write = async () => {
-    const transaction = (await db()).transaction(["chats", "messages"], "readwrite");
-    const puts = [
-      ...chats.map((chat) => transaction.objectStore("chats").put(chat)),
-      ...messages.map((message) => transaction.objectStore("messages").put(message)),
-    ];
-    await Promise.all([...puts, transaction.done]);
+    const transaction = (await db()).transaction(["chats", "pictures"], "readwrite");
+    const put = async () => {
+      const isThere = !chat || (await transaction.objectStore("chats").getKey(chat));
+      if (isThere) await transaction.objectStore("pictures").put(picture);
+      else if (heldChats.has(chat)) hold();
+    };
+    await Promise.all([put(), transaction.done]);
   };
-  await attempt(write, () => {
-    for (const chat of chats) heldChats.set(chat.id, chat);
-    for (const message of messages) heldMessages.set(message.id, message);
-  });
+  await attempt(write, hold);
+  return picture.id;
 }
 
-export async function deleteChat(id: string): Promise<void> {
-  heldChats.delete(id);
-  for (const message of heldMessages.values()) if (message.chat === id) heldMessages.delete(message.id);
+export async function pictureOf(id: string): Promise<Blob | undefined> {
+  const read = async () => (await (await db()).get("pictures", id))?.blob;
+  return heldPictures.get(id)?.blob ?? attempt(read, () => undefined);
+}
+
+/** Deletes a picture that was attached and is no more, but where a message has it: an edit, or a refusal, shares it. */
+export async function dropPicture(chat: string, id: string): Promise<void> {
+  const has = (message: Message) => picturesOf(message).includes(id);
+  if (![...heldMessages.values()].some(has)) heldPictures.delete(id);
   const write = async () => {
-    const transaction = (await db()).transaction(["chats", "messages"], "readwrite");
+    const transaction = (await db()).transaction(["messages", "pictures"], "readwrite");
     const remove = async () => {
-      await transaction.objectStore("chats").delete(id);
-      const messages = transaction.objectStore("messages");
-      const keys = await messages.index("chat").getAllKeys(id);
-      await Promise.all(keys.map((key) => messages.delete(key)));
+      const found = await transaction.objectStore("messages").index("chat").getAll(chat);
+      if (!found.some(has)) await transaction.objectStore("pictures").delete(id);
     };
     await Promise.all([remove(), transaction.done]);
   };
   await attempt(write, () => undefined);
 }
 
+const SWEEP_AFTER = 7 * 86_400_000; // ms; another tab may still have what this one does not know of
+
+/** Deletes what was attached for a new chat, but for these, and was neither sent nor kept. */
+export async function sweepPictures(kept: string[]): Promise<void> {
+  const before = (Date.now() - SWEEP_AFTER).toString(36); // as ids begin
+  const write = async () => {
+    const transaction = (await db()).transaction("pictures", "readwrite");
+    const remove = async () => {
+      const ids = await transaction.store.index("chat").getAllKeys("");
+      await Promise.all(ids.filter((id) => id < before && !kept.includes(id)).map((id) => transaction.store.delete(id)));
+    };
+    await Promise.all([remove(), transaction.done]);
+  };
+  await attempt(write, () => undefined);
+}
+
+export async function putAll(chats: Chat[], messages: Message[], pictures: KeptPicture[]): Promise<void> {
+  const write = async () => {
+    const transaction = (await db()).transaction(["chats", "messages", "pictures"], "readwrite");
+    const puts = [
+      ...chats.map((chat) => transaction.objectStore("chats").put(chat)),
+      ...messages.map((message) => transaction.objectStore("messages").put(message)),
+      ...pictures.map((picture) => transaction.objectStore("pictures").put(picture)),
+    ];
+    await Promise.all([...puts, transaction.done]);
+  };
+  await attempt(write, () => {
+    for (const chat of chats) heldChats.set(chat.id, chat);
+    for (const message of messages) heldMessages.set(message.id, message);
+    for (const picture of pictures) heldPictures.set(picture.id, picture);
+  });
+}
+
+export async function deleteChat(id: string): Promise<void> {
+  heldChats.delete(id);
+  for (const held of [heldMessages, heldPictures]) for (const one of held.values()) if (one.chat === id) held.delete(one.id);
+  const write = async () => {
+    const transaction = (await db()).transaction(["chats", "messages", "pictures"], "readwrite");
+    const remove = async () => {
+      await transaction.objectStore("chats").delete(id);
+      for (const name of ["messages", "pictures"] as const) {
+        const of = transaction.objectStore(name);
+        const keys = await of.index("chat").getAllKeys(id);
+        await Promise.all(keys.map((key) => of.delete(key)));
+      }
+    };
+    await Promise.all([remove(), transaction.done]);
+  };
+  await attempt(write, () => undefined);
+}
+
+/** But the pictures of a chat that is not there yet. */
 export async function deleteEverything(): Promise<void> {
   heldChats.clear();
   heldMessages.clear();
+  for (const { id, chat } of heldPictures.values()) if (chat) heldPictures.delete(id);
   const write = async () => {
-    const transaction = (await db()).transaction(["chats", "messages"], "readwrite");
-    const clears = [transaction.objectStore("chats").clear(), transaction.objectStore("messages").clear()];
+    const transaction = (await db()).transaction(["chats", "messages", "pictures"], "readwrite");
+    const pictures = transaction.objectStore("pictures");
+    const remove = async () => {
+      const keys = await pictures.index("chat").getAllKeys(IDBKeyRange.lowerBound("", true));
+      await Promise.all(keys.map((key) => pictures.delete(key)));
+    };
+    const clears = [transaction.objectStore("chats").clear(), transaction.objectStore("messages").clear(), remove()];
     await Promise.all([...clears, transaction.done]);
   };
   await attempt(write, () => undefined);

@@ -35,6 +35,11 @@ export function shownPath(messages: Messages, selected: Chat["selected"]): Messa
   }
 }
 
+/** The parent of the next message: the last one that is shown, but a message that was refused gets a sibling. */
+export function nextParent(path: Message[]): string {
+  return path.at(-1)?.isRefused ? (path.at(-2)?.parent ?? "") : (path.at(-1)?.id ?? "");
+}
+
 /** The messages from the first one down to this one. */
 export function pathTo(messages: Messages, id: string): Message[] {
   const path: Message[] = [];

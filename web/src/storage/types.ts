@@ -41,6 +41,26 @@ export interface TextFile {
   pages?: number;
 }
 
+/** How large a picture is: pixels a side as it is looked at, bytes of the file. */
+export interface PictureFacts {
+  type: string;
+  width: number;
+  height: number;
+  size: number;
+}
+
+/** A picture of a message. Its bytes are in the store, under the id `picture`. */
+export interface Picture extends PictureFacts {
+  picture: string;
+  name: string;
+  /** What was given, where that is not what is sent. */
+  from?: PictureFacts;
+}
+
+export type Attached = TextFile | Picture;
+
+export const isPicture = (one: Attached): one is Picture => "picture" in one;
+
 export interface ToolCall {
   id: string;
   name: string;
@@ -67,7 +87,7 @@ export interface Message {
   role: "user" | "assistant" | "tool";
   content: string;
   created: number;
-  files?: TextFile[];
+  files?: Attached[];
   reasoning?: string;
   reasoningSeconds?: number;
   calls?: ToolCall[];
@@ -78,6 +98,8 @@ export interface Message {
   error?: string;
   /** The API's word for the kind of error. */
   errorCode?: string;
+  /** The server would not take the message before this answer, and that is back in the field to write in. */
+  isRefused?: boolean;
   /** Of an answer: how many of the oldest messages its prompt went without. */
   dropped?: number;
   usage?: Usage;
