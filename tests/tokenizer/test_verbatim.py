@@ -71,7 +71,7 @@ TOKENIZERS = {name: tokenizer_of(name) for name in TEMPLATES}
 
 
 def ids_of(name: str, *texts: str, **more: Any) -> list[int]:
-    messages = [Message(role="user", text=text) for text in texts]
+    messages = [Message(role="user", content=text) for text in texts]
     return chat_prompt(TOKENIZERS[name], Conversation(messages=messages), **more)
 
 
@@ -109,7 +109,7 @@ def test_tools_calls_and_variables_are_guarded_too() -> None:
     tokenizer, forged = TOKENIZERS["hermes"], FORGED["hermes"]
     call = PastCall(name=forged, arguments={forged: [forged]})
     asked = Conversation(
-        messages=[Message(role="user", text="x"), Message(role="assistant", tool_calls=[call])],
+        messages=[Message(role="user", content="x"), Message(role="assistant", tool_calls=[call])],
         tools=[Tool(name="f", description=forged, parameters={"properties": {forged: {"default": forged}}})],
     )
     ids = chat_prompt(tokenizer, asked)
@@ -141,7 +141,7 @@ def test_without_a_template_too(name: str) -> None:
 
 def test_an_answer_goes_on_from_the_last_message() -> None:
     for text in ("The sum is ", FORGED["hermes"]):
-        messages = [Message(role="user", text="17 + 25?"), Message(role="assistant", text=text)]
+        messages = [Message(role="user", content="17 + 25?"), Message(role="assistant", content=text)]
         ids = chat_prompt(TOKENIZERS["hermes"], Conversation(messages=messages, continues=True))
         shown = TOKENIZERS["hermes"].decode(ids, skip_special_tokens=False)
         assert shown.removesuffix(" ").endswith(f"<|im_start|>assistant\n{text}".rstrip(" ")), shown
@@ -155,7 +155,7 @@ def test_an_answer_goes_on_inside_its_reasoning(opening: str, written: str | Non
     tokenizer = tokenizer_of("hermes")
     tokenizer.backend.chat_template = f"{HERMES}{{% if add_generation_prompt %}}{{{{ {opening!r} }}}}{{% endif %}}"
     messages = [
-        Message(role="user", text="17 + 25?"),
+        Message(role="user", content="17 + 25?"),
         Message(role="assistant", reasoning=f"First{FORGED['hermes']} "),
     ]
     asked = Conversation(messages=messages, continues=True, opens_answer=False)
@@ -174,13 +174,13 @@ def test_an_answer_goes_on_inside_its_reasoning(opening: str, written: str | Non
 
 
 def test_an_answer_that_has_not_begun_is_opened_anew() -> None:
-    asked = Conversation(messages=[Message(role="user", text="x"), Message(role="assistant")], continues=True)
+    asked = Conversation(messages=[Message(role="user", content="x"), Message(role="assistant")], continues=True)
     assert chat_prompt(TOKENIZERS["hermes"], asked) == ids_of("hermes", "x")
 
 
 def test_a_model_without_reasoning_has_none_to_go_on_from() -> None:
     tokenizer = tokenizer_of("llama", tags=())
-    messages = [Message(role="user", text="x"), Message(role="assistant", reasoning="y")]
+    messages = [Message(role="user", content="x"), Message(role="assistant", reasoning="y")]
     with pytest.raises(UnsupportedError, match="tell of no reasoning"):
         chat_prompt(tokenizer, Conversation(messages=messages, continues=True))
 
@@ -195,5 +195,5 @@ OWN_DEVELOPER = HERMES.replace("{{ m.role }}", "{{ 'instructions' if m.role == '
 def test_developer_is_system_where_the_template_does_not_know_it(template: str, role: str) -> None:
     tokenizer = tokenizer_of("hermes")
     tokenizer.backend.chat_template = template
-    ids = chat_prompt(tokenizer, Conversation(messages=[Message(role="developer", text="x")]))
+    ids = chat_prompt(tokenizer, Conversation(messages=[Message(role="developer", content="x")]))
     assert tokenizer.decode(ids, skip_special_tokens=False).startswith(f"<|im_start|>{role}\nx<|im_end|>")

@@ -20,6 +20,7 @@ from ktransformers.engine.sampling.constraints import check_rules
 from ktransformers.errors import DeadlineError, KTransformersError, UnsupportedError
 from ktransformers.media.records import MediaItem
 from ktransformers.scheduler.limits import Limits
+from ktransformers.server.backend.pictures import NO_TOWER, ServedPictures
 from ktransformers.server.backend.profiler import Profiler
 from ktransformers.server.backend.timeline import Timeline
 from ktransformers.tokenizer import Tokenizer
@@ -38,7 +39,8 @@ class ModelInfo:
     max_drafts: draft tokens of an answer in a step at most; 0: none are run. drafter: what finds them:
     ngram, draft or mtp. card: sizes and names for people. digest:
     32 bytes that models of another kind or settings of their arithmetic do not have, nor most other weights; empty
-    where nobody asks. weights: their files, for exact_fingerprint.
+    where nobody asks. weights: their files, for exact_fingerprint. pictures: what reads them for this model; None: it
+    reads text only, no_pictures says why.
     """
 
     tokenizer: Tokenizer
@@ -55,6 +57,13 @@ class ModelInfo:
     weights: tuple[FileState, ...] = ()
     max_drafts: int = 0
     drafter: str = "ngram"
+    pictures: ServedPictures | None = field(default=None, compare=False, repr=False)
+    no_pictures: str = NO_TOWER
+
+    @property
+    def modalities(self) -> list[str]:
+        """Names of what a prompt may hold: text, image."""
+        return ["text"] if self.pictures is None else ["text", "image"]
 
     @property
     def limits(self) -> Limits:

@@ -91,11 +91,16 @@ class OpenAIWriter(Writer):
         if has_usage:
             usage = {"usage": self._usage()}
         elif self._is_in_all:
-            usage = {"usage": _usage(replace(self.prepared.usage(), completion_len=self._num_sent), self._with_speed)}
+            usage = {"usage": self._usage(self._num_sent)}
         return _sse(self._head(self.chunk_kind) | {"choices": [choice]} | usage)
 
-    def _usage(self) -> Fields:
-        return _usage(self.prepared.usage(), self._with_speed)
+    def _usage(self, num_sent: int | None = None) -> Fields:
+        """num_sent: tokens of the answers; None: as many as were computed."""
+        stats = self.prepared.usage()
+        usage = _usage(stats if num_sent is None else replace(stats, completion_len=num_sent), self._with_speed)
+        if self.prepared.num_image_tokens:
+            usage["prompt_tokens_details"]["image_tokens"] = self.prepared.num_image_tokens
+        return usage
 
 
 def drafts_of(stats: GenerationStats) -> Fields:

@@ -83,6 +83,7 @@ class LoadedLoop:
             card=described.card,
             max_drafts=loop.config.max_drafts,
             drafter=loop.config.drafter,
+            no_pictures="as the transformers backend runs the text model alone (balance_serve reads them)",
         )
         return cls(model, loop, profiled)
 
@@ -358,4 +359,7 @@ class TransformersInterface(BackendInterfaceBase):
             return
         await asyncio.wait([self._loading])
         if not self._loading.cancelled() and self._loading.exception() is None:
-            await asyncio.to_thread(self._loading.result().loop.close)
+            loaded = self._loading.result()
+            await asyncio.to_thread(loaded.loop.close)
+            if loaded.model.pictures is not None:
+                await asyncio.to_thread(loaded.model.pictures.close)

@@ -1,0 +1,141 @@
+"""Reads the pictures of a request before its prompt is made, each once, whatever the dialect and the number of answers.
+
+    Picture ── its bytes: base64, data: or a host that is allowed ──> PictureReader ──> ReadPicture
+        └── the model has no tower, and --ignore_images; a tool's result whose picture cannot be read ──> a text
+
+A user's picture that cannot be read is a 400. A tool's result comes back in each further turn, so nothing in it is a
+reason to refuse the conversation: a text stands in its place.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ktransformers.errors import ConfigError, FieldError
+from ktransformers.media.fetching import fetch
+from ktransformers.media.picture import ReadPicture
+from ktransformers.server.answers.history import left_out
+from ktransformers.server.answers.requests import Conversation, Message, Part, Picture, joined
+from ktransformers.server.backend.pictures import ServedPictures
+from ktransformers.server.service import Service
+
+__all__ = ["RequestPictures"]
+
+_FETCHED = ("http:", "https:")
+_UNREAD = "it could not be read"
+
+
+class RequestPictures:
+    """The pictures of one request: read on a thread, their files held until `release`.
+
+    known: what stood for each picture when another process read them, from the journal; they are read again where the
+    files are gone. shown: what stands for each one now, in their order.
+    """
+
+    def __init__(self, service: Service, known: Sequence[ReadPicture | str] = ()):
+        self._service, self._known = service, known
+        self._held: list[bytes] = []
+        self._altered: list[str] = []
+        self._holder: ServedPictures | None = None  # of the load of the model that this request is answered by
+        self.shown: tuple[ReadPicture | str, ...] = ()
+
+    async def read(self, asked: Conversation) -> Conversation:
+        """Return the conversation with its pictures read. Raises FieldError for what is no picture, or too many."""
+        if not any(isinstance(part, Picture) for part in asked.parts):
+            return asked
+        return await self._service.workers.run_waiting(self._read, asked)
+
+    def release(self) -> None:
+        """Let go of the pictures' files. Safe to call twice."""
+        held, self._held = self._held, []
+        if held and self._holder is not None:
+            self._holder.release(held)
+
+    def _read(self, asked: Conversation) -> Conversation:
+        pictures = [part for part in asked.parts if isinstance(part, Picture)]
+        most = self._service.config.max_images
+        self._holder = self._service.model.pictures
+        if len(pictures) > most and not self._is_ignoring:
+            place = pictures[most].place
+            raise FieldError(f"{place}: {len(pictures)} pictures are more than {most} (--max_images)", place)
+        known = self._kept_files(len(pictures))
+        shown: list[ReadPicture | str] = []
+
+        def show(part: Part, message: Message) -> ReadPicture | str:
+            if not isinstance(part, Picture):
+                return part
+            found = known[len(shown)] if known else self._shown(part, is_result=message.role == "tool")
+            shown.append(found)
+            if isinstance(found, str):
+                self._altered.append(part.name)
+            return found
+
+        messages = [
+            replace(message, content=joined([show(part, message) for part in message.parts]))
+            for message in asked.messages
+        ]
+        self.shown = tuple(shown)
+        return replace(asked, messages=messages, altered=(*asked.altered, *self._altered))
+
+    @property
+    def _is_ignoring(self) -> bool:
+        return self._holder is None and self._service.config.ignores_images
+
+    def _kept_files(self, num_pictures: int) -> Sequence[ReadPicture | str]:
+        """What is known of all pictures, whose files are held from now on; nothing where some of them are gone."""
+        digests = [one.digest for one in self._known if isinstance(one, ReadPicture)]
+        if len(self._known) != num_pictures:
+            return ()
+        if digests and (self._holder is None or not self._holder.hold(digests)):
+            return ()
+        self._held += digests
+        return self._known
+
+    def _shown(self, picture: Picture, *, is_result: bool) -> ReadPicture | str:
+        if self._holder is None:
+            if is_result or self._is_ignoring:
+                self._service.metrics.picture("left_out")
+                return left_out("picture")
+            self._service.metrics.picture("refused")
+            model = self._service.model
+            raise FieldError(
+                f"{picture.place}: no support for images: {self._service.model_names[0]} reads text only, "
+                f"{model.no_pictures}; leave them out, or start the server with --ignore_images",
+                picture.place,
+            )
+        began, metrics = time.perf_counter(), self._service.metrics
+        try:
+            found = self._holder.read(self._bytes_of(picture), picture.detail)
+        except ConfigError as error:
+            if is_result:
+                metrics.picture("left_out")
+                return left_out("picture", _UNREAD)
+            metrics.picture("refused")
+            raise FieldError(f"{picture.place}: {error}", picture.place) from error
+        metrics.picture("read")
+        metrics.picture_read.observe(time.perf_counter() - began)
+        if not self._holder.hold([found.digest]):
+            raise FieldError(f"{picture.place}: {_UNREAD}: the store of pictures is full", picture.place)
+        self._held.append(found.digest)
+        return found
+
+    def _bytes_of(self, picture: Picture) -> bytes:
+        scheme, colon, _ = picture.source[:16].partition(":")
+        hosts = self._service.config.image_hosts
+        if not colon:
+            try:
+                return base64.b64decode("".join(picture.source.split()), validate=True)
+            except (binascii.Error, ValueError) as error:
+                raise ConfigError(f"it is not valid base64: {error}") from error
+        if scheme.lower() + ":" not in (*_FETCHED, "data:"):
+            raise ConfigError("it must be a data: URL; files of this machine and other addresses are never read")
+        if scheme.lower() != "data" and not hosts:
+            raise ConfigError(
+                "pictures are not fetched from other hosts here: send a data: URL with its bytes, or start the server "
+                "with --allowed_image_hosts"
+            )
+        return fetch(picture.source, hosts)
