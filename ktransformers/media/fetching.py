@@ -17,7 +17,7 @@ def fetch(url: str, allowed_hosts: Sequence[str]) -> bytes:
     client.
     """
     if not url[:5].lower() == "data:":
-        raise ConfigError("only data: URLs are read")
+        raise ConfigError("only data: URLs are read here (--allowed_image_hosts)")
     head, comma, data = url[5:].partition(",")
     if not comma:
         raise ConfigError("the data: URL has no comma")

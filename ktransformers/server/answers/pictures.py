@@ -25,7 +25,7 @@ from ktransformers.server.service import Service
 
 __all__ = ["RequestPictures"]
 
-_FETCHED = ("http:", "https:")
+_MOST_SCHEME = 16  # characters: base64 of any length has no colon
 _UNREAD = "it could not be read"
 
 
@@ -90,9 +90,9 @@ class RequestPictures:
         digests = [one.digest for one in self._known if isinstance(one, ReadPicture)]
         if len(self._known) != num_pictures:
             return ()
-        if digests and (self._holder is None or not self._holder.hold(digests)):
+        if digests and (self._holder is None or not all(map(self._holder.store.has, digests))):
             return ()
-        self._held += digests
+        self._hold(digests)
         return self._known
 
     def _shown(self, picture: Picture, *, is_result: bool) -> ReadPicture | str:
@@ -118,24 +118,18 @@ class RequestPictures:
             raise FieldError(f"{picture.place}: {error}", picture.place) from error
         metrics.picture("read")
         metrics.picture_read.observe(time.perf_counter() - began)
-        if not self._holder.hold([found.digest]):
-            raise FieldError(f"{picture.place}: {_UNREAD}: the store of pictures is full", picture.place)
-        self._held.append(found.digest)
+        self._hold([found.digest])
         return found
 
+    def _hold(self, digests: Sequence[bytes]) -> None:
+        if self._holder is not None:
+            self._holder.hold(digests)
+            self._held += digests
+
     def _bytes_of(self, picture: Picture) -> bytes:
-        scheme, colon, _ = picture.source[:16].partition(":")
-        hosts = self._service.config.image_hosts
-        if not colon:
-            try:
-                return base64.b64decode("".join(picture.source.split()), validate=True)
-            except (binascii.Error, ValueError) as error:
-                raise ConfigError(f"it is not valid base64: {error}") from error
-        if scheme.lower() + ":" not in (*_FETCHED, "data:"):
-            raise ConfigError("it must be a data: URL; files of this machine and other addresses are never read")
-        if scheme.lower() != "data" and not hosts:
-            raise ConfigError(
-                "pictures are not fetched from other hosts here: send a data: URL with its bytes, or start the server "
-                "with --allowed_image_hosts"
-            )
-        return fetch(picture.source, hosts)
+        if ":" in picture.source[:_MOST_SCHEME]:
+            return fetch(picture.source, self._service.config.image_hosts)
+        try:
+            return base64.b64decode("".join(picture.source.split()), validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise ConfigError(f"it is neither a URL nor base64: {error}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -10,26 +10,39 @@ from typing import Protocol
 from ktransformers.config import EngineConfig
 from ktransformers.media.picture import PictureReader
 
-__all__ = ["NO_TOWER", "PictureSupport", "ServedPictures", "picture_reader"]
+__all__ = ["NO_TOWER", "PictureFiles", "PictureSupport", "ServedPictures", "picture_reader"]
 
 NO_TOWER = "as its files hold no tower for images"
 """Why a model without one reads text only."""
 
 
-class ServedPictures(PictureReader, Protocol):
-    """Reads the pictures of a served model, and owns the store that the engine finds them in."""
+class PictureFiles(Protocol):
+    """The store of pictures that were read, as the server sees it."""
 
     @property
     def folder(self) -> Path:
-        """The folder of the store: EngineConfig.picture_folder of the engine."""
+        """The folder that engines find them in: EngineConfig.picture_folder."""
         ...
 
-    def hold(self, digests: Sequence[bytes]) -> bool:
-        """Keep the files of these pictures until they are released as often. False: some are gone, none is held."""
+    def has(self, digest: bytes) -> bool:
+        """Whether a picture is there, and stays for the moment."""
         ...
 
-    def release(self, digests: Sequence[bytes]) -> None:
-        """Let go of pictures that were held."""
+
+class ServedPictures(PictureReader, Protocol):
+    """Reads the pictures of a served model, and owns the store that its engine finds them in."""
+
+    @property
+    def store(self) -> PictureFiles:
+        """The store of what was read."""
+        ...
+
+    def hold(self, digests: Iterable[bytes]) -> None:
+        """Keep the files of these pictures until they are released as often."""
+        ...
+
+    def release(self, digests: Iterable[bytes]) -> None:
+        """Take a `hold` back."""
         ...
 
     def close(self) -> None:

@@ -120,11 +120,11 @@ def _system(system: Sequence[TextBlock] | None) -> str:
 def _result(block: ToolResultBlock, place: str, alter: Alter) -> Content:
     """Templates know no failed calls: the text has to say it."""
     places = ((one, f"{place}.content[{index}]") for index, one in enumerate(block.content or ()))
-    parts = [part for one, at in places for part in _parts(one, at, alter)]
-    first = parts[0] if parts and isinstance(parts[0], str) else ""
-    if block.is_error and "error" not in first[:64].lower():
-        parts = [f"Error: {first}", *parts[bool(first) :]]
-    return joined(parts)
+    content = joined(part for one, at in places for part in _parts(one, at, alter))
+    first, *rest = (content,) if isinstance(content, str) else content
+    if not isinstance(first, str):
+        first, rest = "", [first, *rest]
+    return joined([f"Error: {first}", *rest]) if block.is_error and "error" not in first[:64].lower() else content
 
 
 class _Turns:

@@ -119,7 +119,7 @@ def _messages(bodies: list[PastMessage], alter: Alter) -> list[Message]:
     waiting: list[PastCall] = []  # for their results
     num_calls = 0
     for index, body in enumerate(bodies):
-        message = _message(body, f"messages.{index}", alter)
+        message = _message(body, f"messages[{index}]", alter)
         if message.tool_calls:
             waiting = [
                 replace(call, id=call.id or f"call{num_calls + i:05}") for i, call in enumerate(message.tool_calls)
@@ -166,7 +166,7 @@ def _content(message: PastMessage, place: str, alter: Alter) -> Content:
 
 
 def _pictures(images: Sequence[str], place: str, name: str) -> list[Picture]:
-    return [Picture(source=image, place=f"{place}.{index}", name=name) for index, image in enumerate(images)]
+    return [Picture(source=image, place=f"{place}[{index}]", name=name) for index, image in enumerate(images)]
 
 
 def _thinking(tokenizer: Tokenizer, think: bool | str | None, ignored: list[str]) -> tuple[dict[str, Any], str | None]:

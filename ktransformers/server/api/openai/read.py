@@ -82,7 +82,7 @@ def _message(message: ChatMessage, place: str, alter: Alter) -> Message:
     content = message.content
     parts = content if isinstance(content, list) else ()
     thoughts = "\n".join(part.content for part in parts if part.is_reasoning)
-    places = ((part, f"{place}.content.{index}") for index, part in enumerate(parts) if not part.is_reasoning)
+    places = ((part, f"{place}.content[{index}]") for index, part in enumerate(parts) if not part.is_reasoning)
     shown = joined(one for part, at in places for one in part.parts(at))
     for part in parts:
         if part.left_out is not None:
@@ -100,7 +100,7 @@ def _message(message: ChatMessage, place: str, alter: Alter) -> Message:
 
 
 def _messages(messages: Sequence[ChatMessage], alter: Alter) -> list[Message]:
-    return [_message(message, f"messages.{index}", alter) for index, message in enumerate(messages)]
+    return [_message(message, f"messages[{index}]", alter) for index, message in enumerate(messages)]
 
 
 def _functions(functions: Iterable[FunctionDefinition]) -> list[Tool]:

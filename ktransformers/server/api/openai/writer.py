@@ -15,7 +15,7 @@ from ktransformers.server.answers.respond import Writer
 from ktransformers.server.api.openai.schemas import GenerationFields
 from ktransformers.server.responses import error_body, json_bytes
 
-__all__ = ["OpenAIWriter", "drafts_of"]
+__all__ = ["OpenAIWriter", "drafts_of", "image_tokens_of"]
 
 Fields = dict[str, Any]
 """A part of the JSON that is sent."""
@@ -98,9 +98,13 @@ class OpenAIWriter(Writer):
         """num_sent: tokens of the answers; None: as many as were computed."""
         stats = self.prepared.usage()
         usage = _usage(stats if num_sent is None else replace(stats, completion_len=num_sent), self._with_speed)
-        if self.prepared.num_image_tokens:
-            usage["prompt_tokens_details"]["image_tokens"] = self.prepared.num_image_tokens
+        usage["prompt_tokens_details"] |= image_tokens_of(self.prepared)
         return usage
+
+
+def image_tokens_of(prepared: PreparedRequest) -> Fields:
+    """Return the count of the prompt's positions that show pictures, where there are some."""
+    return {"image_tokens": prepared.num_image_tokens} if prepared.num_image_tokens else {}
 
 
 def drafts_of(stats: GenerationStats) -> Fields:

@@ -359,7 +359,7 @@ def _commands(requests: Sequence[GenerationRequest], suspended: Container[str] =
 
 def _with_pictures(config: BalanceConfig, support: PictureSupport) -> BalanceConfig:
     """With the folder in which the engine finds them."""
-    folder = None if support.reader is None else support.reader.folder
+    folder = None if support.reader is None else support.reader.store.folder
     return replace(config, engine=replace(config.engine, picture_folder=folder))
 
 

@@ -33,7 +33,7 @@ class KTransformersInterface(TransformersInterface):
     def _load(self, progress: Progress) -> LoadedLoop:
         check_tokenizer(self._config)
         support = picture_reader(self._config)
-        folder = None if support.reader is None else support.reader.folder
+        folder = None if support.reader is None else support.reader.store.folder
         config = replace(self._config, picture_folder=folder)
         try:
             loop = open_loop(config, lambda report: build_engine(config, report), progress, None, self.name)
