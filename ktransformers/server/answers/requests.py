@@ -25,8 +25,8 @@ __all__ = [
     "Conversation",
     "Message",
     "PastCall",
-    "Picture",
     "Sampling",
+    "SentPicture",
     "TextRequest",
     "Tool",
     "ToolChoice",
@@ -129,7 +129,7 @@ class PastCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
+class SentPicture:
     """A picture as it was sent. `answers/pictures.py` makes a ReadPicture of it.
 
     source: its URL, or its bytes as base64, which has no colon. place: in the body, for errors. name: of the field, for
@@ -142,7 +142,7 @@ class Picture:
     detail: str | None = None
 
 
-Part = str | Picture | ReadPicture
+Part = str | SentPicture | ReadPicture
 Content = str | Sequence[Part]
 """The content of a turn: a text, or texts and pictures in their order."""
 

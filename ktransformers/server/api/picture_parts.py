@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from ktransformers.server.answers.requests import Picture
+from ktransformers.server.answers.requests import SentPicture
 
-__all__ = ["PICTURE_TYPES", "SentPictures", "sent_pictures"]
+__all__ = ["PICTURE_TYPES", "PictureSources", "sent_pictures"]
 
 PICTURE_TYPES = frozenset({"image_url", "input_image", "image", "computer_screenshot", "video", "video_url"})
 """Types of parts that are pictures, or frames of them."""
@@ -28,20 +27,20 @@ _NO_VIDEO = "a video is read as the list of its frames, each a picture: send dat
 
 
 @dataclass(frozen=True, slots=True)
-class SentPictures:
+class PictureSources:
     """The pictures of one part. field: of the part, that holds them."""
 
     field: str
     sources: tuple[str, ...]
     detail: str | None = None
 
-    def at(self, place: str, name: str) -> Iterator[Picture]:
+    def at(self, place: str, name: str) -> Iterator[SentPicture]:
         """Yield them as parts of a message. place: of the part in the body; name: for the header."""
         for source in self.sources:
-            yield Picture(source=source, place=f"{place}.{self.field}", name=name, detail=self.detail)
+            yield SentPicture(source=source, place=f"{place}.{self.field}", name=name, detail=self.detail)
 
 
-def sent_pictures(part: Mapping[str, Any]) -> SentPictures:
+def sent_pictures(part: Mapping[str, object]) -> PictureSources:
     """Return the pictures of a part whose type is among PICTURE_TYPES. Raises ValueError for a part without one."""
     if part.get("type") in ("video", "video_url"):
         return _frames(part)
@@ -49,19 +48,19 @@ def sent_pictures(part: Mapping[str, Any]) -> SentPictures:
         value = part.get(field)
         if value is None:
             continue
-        inner: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
+        inner: Mapping[str, object] = value if isinstance(value, Mapping) else {}
         if inner.get("type") == "file" or "file_id" in inner:
             raise ValueError(f"{field}: {_NO_FILES}")
         source = next((one for one in (value, inner.get("url"), inner.get("data")) if isinstance(one, str)), None)
         if source is None:
             raise ValueError(f"{field}: it must be a URL, or hold one as url")
-        return SentPictures(field, (source,), _detail(inner.get("detail") or part.get("detail")))
+        return PictureSources(field, (source,), _detail(inner.get("detail") or part.get("detail")))
     if part.get("file_id") is not None:
         raise ValueError(f"file_id: {_NO_FILES}")
     raise ValueError("there is no picture in this part: image_url is missing")
 
 
-def _frames(part: Mapping[str, Any]) -> SentPictures:
+def _frames(part: Mapping[str, object]) -> PictureSources:
     field = str(part["type"])
     value = part.get(field)
     found = value.get("url") if isinstance(value, Mapping) else value
@@ -69,10 +68,10 @@ def _frames(part: Mapping[str, Any]) -> SentPictures:
         found = found.removeprefix(_FRAMES).split(",")
     if not isinstance(found, list) or not found or not all(isinstance(one, str) for one in found):
         raise ValueError(f"{field}: no support for videos as files: {_NO_VIDEO}")
-    return SentPictures(field, tuple(found))
+    return PictureSources(field, tuple(found))
 
 
-def _detail(value: Any) -> str | None:
+def _detail(value: object) -> str | None:
     if not isinstance(value, str | None) or value not in _DETAILS:
         raise ValueError("detail must be low, high or auto")
     return _DETAILS[value]

@@ -185,12 +185,13 @@ class Metrics:
             "vllm:spec_decode_num_accepted_tokens", "Draft tokens that were accepted: they are tokens of answers."
         )
         self.picture_read = self._histogram("ktransformers:picture_read_seconds", "Fetching and decoding a picture.")
-        self._pictures = Counter(
+        pictures = Counter(
             "ktransformers:pictures",
             "Pictures of requests, by what became of them.",
             ["model_name", "outcome"],
             registry=self.registry,
         )
+        self._pictures = {one: pictures.labels(**self._labels, outcome=one) for one in ("read", "left_out", "refused")}
         self._success = Counter(
             "vllm:request_success", "Answers that ended.", ["model_name", "finished_reason"], registry=self.registry
         )
@@ -205,7 +206,7 @@ class Metrics:
     def picture(self, outcome: str) -> None:
         """Count a picture of a request. outcome: read, left_out or refused."""
         self.counts.pictures += outcome == "read"
-        self._pictures.labels(**self._labels, outcome=outcome).inc()
+        self._pictures[outcome].inc()
 
     def drafted(self, num_drafted: int, num_accepted: int) -> None:
         """Count draft tokens that were run, and those of them that were accepted."""

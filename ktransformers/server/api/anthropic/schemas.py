@@ -101,7 +101,7 @@ class ImageBlock(_Part):
     """A picture: {"type": "base64", "data": ...} or {"type": "url", "url": ...} as source."""
 
     type: Literal["image"]
-    source: dict[str, Any]
+    source: dict[str, object]
 
     @model_validator(mode="after")
     def _has_picture(self) -> Self:
@@ -198,7 +198,7 @@ def _tag_in(known: tuple[str, ...], value: Any) -> str:
     return f"<{type}>" if isinstance(type, str) and type in known else "<other>"
 
 
-def _is_picture(value: dict[str, Any]) -> bool:
+def _is_picture(value: object) -> bool:
     try:
         ImageBlock.model_validate(value)
     except ValidationError:

@@ -50,15 +50,15 @@ class ContentPart(History):
     refusal: str | None = None
     thinking: str | None = None
     left_out: str | None = None
-    image_url: Any = None
-    detail: Any = None
-    source: Any = None
-    image: Any = None
-    data: Any = None
-    url: Any = None
-    video: Any = None
-    video_url: Any = None
-    file_id: Any = None
+    image_url: object = None
+    detail: object = None
+    source: object = None
+    image: object = None
+    data: object = None
+    url: object = None
+    video: object = None
+    video_url: object = None
+    file_id: object = None
 
     @field_validator("type")
     @classmethod
