@@ -130,7 +130,7 @@ class Service:
             if not self.backend.is_ready:
                 return JsonLimits(self.config.max_body, _MAX_VALUES, _MAX_NODES)
             model = self.backend.model
-            takes_images = model.pictures is not None or self.config.ignores_images
+            takes_images = model.no_pictures is None or self.config.ignores_images
             self._json_limits = _json_limits(model, self.config.max_body, takes_images=takes_images)
         return self._json_limits
 

@@ -32,7 +32,7 @@ class SeeingBackend(GoingBackend):
 
     @property
     def model(self) -> ModelInfo:
-        return replace(super().model, tokenizer=TOKENIZER, max_len=4096, pictures=self.pictures)
+        return replace(super().model, tokenizer=TOKENIZER, max_len=4096, pictures=self.pictures, no_pictures=None)
 
     async def inference(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         self.requests.append(request)

@@ -1,6 +1,6 @@
 """Reads the pictures of a request before its prompt is made, each once, whatever the dialect and the number of answers.
 
-    SentPicture ── its bytes: base64, data: or a host that is allowed ──> PictureReader ──> ReadPicture
+    UnreadPicture ── its bytes: base64, data: or a host that is allowed ──> PictureReader ──> ReadPicture
         └── the model has no tower, and --ignore_images; a tool's result whose picture cannot be read ──> a text
 
 A user's picture that cannot be read is a 400. A tool's result comes back in each further turn, so nothing in it is a
@@ -19,7 +19,7 @@ from ktransformers.errors import ConfigError, FieldError
 from ktransformers.media.fetching import fetch
 from ktransformers.media.picture import ReadPicture
 from ktransformers.server.answers.history import left_out
-from ktransformers.server.answers.requests import Conversation, Message, Part, SentPicture, joined
+from ktransformers.server.answers.requests import Conversation, Message, Part, UnreadPicture, joined
 from ktransformers.server.backend.pictures import ServedPictures
 from ktransformers.server.service import Service
 
@@ -45,7 +45,7 @@ class RequestPictures:
 
     async def read(self, asked: Conversation) -> Conversation:
         """Return the conversation with its pictures read. Raises FieldError for what is no picture, or too many."""
-        if not any(isinstance(part, SentPicture) for part in asked.parts):
+        if not any(isinstance(part, UnreadPicture) for part in asked.parts):
             return asked
         return await self._service.workers.run_waiting(self._read, asked)
 
@@ -56,7 +56,7 @@ class RequestPictures:
             self._holder.release(held)
 
     def _read(self, asked: Conversation) -> Conversation:
-        pictures = [part for part in asked.parts if isinstance(part, SentPicture)]
+        pictures = [part for part in asked.parts if isinstance(part, UnreadPicture)]
         most = self._service.config.max_images
         self._holder = self._service.model.pictures
         if len(pictures) > most and not self._is_ignoring:
@@ -66,7 +66,7 @@ class RequestPictures:
         shown: list[ReadPicture | str] = []
 
         def show(part: Part, message: Message) -> ReadPicture | str:
-            if not isinstance(part, SentPicture):
+            if not isinstance(part, UnreadPicture):
                 return part
             found = known[len(shown)] if known else self._shown(part, is_result=message.role == "tool")
             shown.append(found)
@@ -95,7 +95,7 @@ class RequestPictures:
         self._hold(digests)
         return self._known
 
-    def _shown(self, picture: SentPicture, *, is_result: bool) -> ReadPicture | str:
+    def _shown(self, picture: UnreadPicture, *, is_result: bool) -> ReadPicture | str:
         if self._holder is None:
             if is_result or self._is_ignoring:
                 self._service.metrics.picture("left_out")
@@ -103,7 +103,7 @@ class RequestPictures:
             self._service.metrics.picture("refused")
             model = self._service.model
             raise FieldError(
-                f"{picture.place}: no support for images: {self._service.model_names[0]} reads text only, "
+                f"{picture.place}: no support for images: {self._service.model_names[0]} reads text only: "
                 f"{model.no_pictures}; leave them out, or start the server with --ignore_images",
                 picture.place,
             )
@@ -126,7 +126,7 @@ class RequestPictures:
             self._holder.hold(digests)
             self._held += digests
 
-    def _bytes_of(self, picture: SentPicture) -> bytes:
+    def _bytes_of(self, picture: UnreadPicture) -> bytes:
         if ":" in picture.source[:_MOST_SCHEME]:
             return fetch(picture.source, self._service.config.image_hosts)
         try:

@@ -26,10 +26,10 @@ __all__ = [
     "Message",
     "PastCall",
     "Sampling",
-    "SentPicture",
     "TextRequest",
     "Tool",
     "ToolChoice",
+    "UnreadPicture",
     "count_answers",
     "derived_id",
     "joined",
@@ -129,7 +129,7 @@ class PastCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SentPicture:
+class UnreadPicture:
     """A picture as it was sent. `answers/pictures.py` makes a ReadPicture of it.
 
     source: its URL, or its bytes as base64, which has no colon. place: in the body, for errors. name: of the field, for
@@ -142,7 +142,7 @@ class SentPicture:
     detail: str | None = None
 
 
-Part = str | SentPicture | ReadPicture
+Part = str | UnreadPicture | ReadPicture
 Content = str | Sequence[Part]
 """The content of a turn: a text, or texts and pictures in their order."""
 

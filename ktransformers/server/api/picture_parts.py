@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ktransformers.server.answers.requests import SentPicture
+from ktransformers.server.answers.requests import UnreadPicture
 
 __all__ = ["PICTURE_TYPES", "PictureSources", "sent_pictures"]
 
@@ -34,10 +34,10 @@ class PictureSources:
     sources: tuple[str, ...]
     detail: str | None = None
 
-    def at(self, place: str, name: str) -> Iterator[SentPicture]:
+    def at(self, place: str, name: str) -> Iterator[UnreadPicture]:
         """Yield them as parts of a message. place: of the part in the body; name: for the header."""
         for source in self.sources:
-            yield SentPicture(source=source, place=f"{place}.{self.field}", name=name, detail=self.detail)
+            yield UnreadPicture(source=source, place=f"{place}.{self.field}", name=name, detail=self.detail)
 
 
 def sent_pictures(part: Mapping[str, object]) -> PictureSources:

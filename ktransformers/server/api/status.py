@@ -58,7 +58,7 @@ def _drafts(service: Service) -> dict[str, int | str] | None:
 
 def _pictures(service: Service) -> dict[str, int] | None:
     """Pictures that were read since the start; None where the loaded model reads none."""
-    if not service.backend.is_ready or service.backend.model.pictures is None:
+    if not service.backend.is_ready or service.backend.model.no_pictures is not None:
         return None
     return {"read": service.metrics.counts.pictures}
 

@@ -378,7 +378,7 @@ def test_what_is_wrong_is_a_400_that_names_its_place(
 def test_a_model_without_a_tower_says_so_or_reads_a_note(asked: tuple[str, dict[str, Any]], place: str) -> None:
     response, _ = served(post(*asked), has_tower=False)
     assert response.status_code == 400
-    assert f"{place}: no support for images: demo reads text only, as its files hold no tower" in response.text
+    assert f"{place}: no support for images: demo reads text only: its files hold no tower" in response.text
     assert "--ignore_images" in response.text
     response, backend = served(post(*asked), has_tower=False, ignores_images=True)
     assert response.status_code == 200, response.text

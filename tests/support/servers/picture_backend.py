@@ -45,7 +45,6 @@ class FakePictures:
         self.store = store or FakeStore()
         self.calls: list[tuple[bytes, str | None]] = []
         self.held = Counter[bytes]()
-        self.is_closed = False
 
     def read(self, data: bytes, detail: str | None = None) -> ReadPicture:
         self.calls.append((data, detail))
@@ -61,9 +60,6 @@ class FakePictures:
 
     def release(self, digests: Iterable[bytes]) -> None:
         self.held.subtract(digests)
-
-    def close(self) -> None:
-        self.is_closed = True
 
 
 class PictureTokenizer(Tokenizer):
@@ -109,4 +105,5 @@ class PictureBackend(ScriptedBackend):
 
     @property
     def model(self) -> ModelInfo:
-        return replace(super().model, tokenizer=TOKENIZER, pictures=self.pictures)
+        found = replace(super().model, tokenizer=TOKENIZER)
+        return found if self.pictures is None else replace(found, pictures=self.pictures, no_pictures=None)

@@ -18,9 +18,9 @@ from ktransformers.server.answers.requests import (
     Message,
     PastCall,
     Sampling,
-    SentPicture,
     TextRequest,
     Tool,
+    UnreadPicture,
     joined,
     new_id,
 )
@@ -165,8 +165,8 @@ def _content(message: PastMessage, place: str, alter: Alter) -> Content:
     return joined([*_pictures(images, f"{place}.images", "messages.images"), *filter(None, (text, *wrong))])
 
 
-def _pictures(images: Sequence[str], place: str, name: str) -> list[SentPicture]:
-    return [SentPicture(source=image, place=f"{place}[{index}]", name=name) for index, image in enumerate(images)]
+def _pictures(images: Sequence[str], place: str, name: str) -> list[UnreadPicture]:
+    return [UnreadPicture(source=image, place=f"{place}[{index}]", name=name) for index, image in enumerate(images)]
 
 
 def _thinking(tokenizer: Tokenizer, think: bool | str | None, ignored: list[str]) -> tuple[dict[str, Any], str | None]:

@@ -43,7 +43,7 @@ from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerSta
 from ktransformers.server.backend.balance_stats import BalanceStats
 from ktransformers.server.backend.base import BackendInterfaceBase, GenerationRequest, ModelInfo, deadline_error
 from ktransformers.server.backend.events import MAX_UNREAD_EVENTS, EventBuffer
-from ktransformers.server.backend.pictures import PictureSupport, ServedPictures, picture_reader
+from ktransformers.server.backend.pictures import PictureSupport, picture_support
 from ktransformers.server.backend.profiler import ProfileConfig, Profiler
 from ktransformers.server.backend.replayed_events import replayed_events
 from ktransformers.server.backend.timeline import Chunk
@@ -123,7 +123,7 @@ class BalanceServeInterface(BackendInterfaceBase):
         self._config, self._max_unread, self._clock = config, max_unread, clock
         self._supervisor: Supervisor | None = None
         self._model: ModelInfo | None = None
-        self._pictures: ServedPictures | None = None
+        self._pictures: PictureSupport | None = None
         self._facts: EngineFacts | None = None
         self._experts: dict[int, list[int]] = {}  # rows of each expert, by layer
         self._streams: dict[str, _Stream] = {}
@@ -136,21 +136,18 @@ class BalanceServeInterface(BackendInterfaceBase):
     @override
     async def start(self, progress: Progress | None = None) -> None:
         described, files = await asyncio.to_thread(_described, self._config.engine)
-        support = await asyncio.to_thread(picture_reader, self._config.engine)
-        self._pictures = support.reader
-        self._supervisor = Supervisor(_with_pictures(self._config, support), self._on_news, files, self._clock)
+        self._pictures = await asyncio.to_thread(picture_support, self._config.engine)
+        config = replace(self._config, engine=self._pictures.config)
+        self._supervisor = Supervisor(config, self._on_news, files, self._clock)
         facts = await self._supervisor.start(progress)
         engine = self._config.engine
         embeddings = embedding_form(described.card.pooling_type, engine.model_path, engine.gguf_path)
         self._facts = facts
         self._watching = asyncio.create_task(self._watch(self._supervisor))
         await self._profiler.begin()  # before any request is let in
-        self._model = replace(
-            _model_info(described, facts),
-            embeddings=embeddings,
-            pictures=support.reader,
-            no_pictures=support.why_not,
-        )
+        await asyncio.to_thread(self._pictures.attach, described.tokenizer)
+        model = replace(_model_info(described, facts), embeddings=embeddings)
+        self._model = model.with_pictures(self._pictures)
 
     @override
     @property
@@ -355,12 +352,6 @@ def _commands(requests: Sequence[GenerationRequest], suspended: Container[str] =
             else:
                 yield Add(_record(other, is_suspended))
         yield Add(_record(first, is_suspended), twins)
-
-
-def _with_pictures(config: BalanceConfig, support: PictureSupport) -> BalanceConfig:
-    """With the folder in which the engine finds them."""
-    folder = None if support.reader is None else support.reader.store.folder
-    return replace(config, engine=replace(config.engine, picture_folder=folder))
 
 
 def _described(config: EngineConfig) -> tuple[ModelDescription, tuple[Path, ...]]:

@@ -13,7 +13,7 @@ from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.model.checks import check_tokenizer
 from ktransformers.engine.sequence.profiled import model_meta
 from ktransformers.server.backend.interfaces.transformers import LoadedLoop, TransformersInterface
-from ktransformers.server.backend.pictures import picture_reader
+from ktransformers.server.backend.pictures import picture_support
 
 __all__ = ["KTransformersInterface"]
 
@@ -32,22 +32,15 @@ class KTransformersInterface(TransformersInterface):
     @override
     def _load(self, progress: Progress) -> LoadedLoop:
         check_tokenizer(self._config)
-        support = picture_reader(self._config)
-        folder = None if support.reader is None else support.reader.store.folder
-        config = replace(self._config, picture_folder=folder)
+        pictures = picture_support(self._config)
+        config = pictures.config
         try:
             loop = open_loop(config, lambda report: build_engine(config, report), progress, None, self.name)
         except BaseException:
-            if support.reader is not None:
-                support.reader.close()
+            pictures.close()
             raise
         loaded = LoadedLoop.of(loop, model_meta(loop.engine, self.name))
         identified = loop.engine.identified
-        model = replace(
-            loaded.model,
-            digest=identified.sampled.digest,
-            weights=identified.weights.states,
-            pictures=support.reader,
-            no_pictures=support.why_not,
-        )
-        return replace(loaded, model=model)
+        model = replace(loaded.model, digest=identified.sampled.digest, weights=identified.weights.states)
+        pictures.attach(model.tokenizer)
+        return replace(loaded, model=model.with_pictures(pictures), pictures=pictures)
