@@ -86,10 +86,10 @@ class _TextOnly:
     reader: ClassVar[None] = None
 
     def attach(self, tokenizer: Tokenizer) -> None:
-        """Do nothing."""
+        """Leave the tokenizer as it is: there are no pictures."""
 
     def close(self) -> None:
-        """Do nothing."""
+        """Close nothing: there is no store."""
 
 
 def why_text_only(config: EngineConfig) -> str | None:
