@@ -25,6 +25,9 @@ from ktransformers.server.service import Service
 
 __all__ = ["RequestPictures"]
 
+_FETCH_SECONDS = 60.0
+"""Of all pictures of a request together, beside the time that each one has."""
+
 _MOST_SCHEME = 16  # characters: base64 of any length has no colon
 _UNREAD = "it could not be read"
 
@@ -39,6 +42,8 @@ class RequestPictures:
     def __init__(self, service: Service, known: Sequence[ReadPicture | str] = ()):
         self._service, self._known = service, known
         self._held: list[bytes] = []
+        self._is_released = False
+        self._fetch_seconds = 0.0
         self._altered: list[str] = []
         self._holder: ServedPictures | None = None  # of the load of the model that this request is answered by
         self.shown: tuple[ReadPicture | str, ...] = ()
@@ -50,12 +55,20 @@ class RequestPictures:
         return await self._service.workers.run_waiting(self._read, asked)
 
     def release(self) -> None:
-        """Let go of the pictures' files. Safe to call twice."""
+        """Let go of the pictures' files, now and as they come. Safe to call twice."""
+        self._is_released = True
         held, self._held = self._held, []
         if held and self._holder is not None:
             self._holder.release(held)
 
     def _read(self, asked: Conversation) -> Conversation:
+        try:
+            return self._with_pictures(asked)
+        finally:
+            if self._is_released:  # whoever asked has left meanwhile
+                self.release()
+
+    def _with_pictures(self, asked: Conversation) -> Conversation:
         pictures = [part for part in asked.parts if isinstance(part, UnreadPicture)]
         most = self._service.config.max_images
         self._holder = self._service.model.pictures
@@ -128,7 +141,12 @@ class RequestPictures:
 
     def _bytes_of(self, picture: UnreadPicture) -> bytes:
         if ":" in picture.source[:_MOST_SCHEME]:
-            return fetch(picture.source, self._service.config.image_hosts)
+            if self._fetch_seconds > _FETCH_SECONDS:
+                raise ConfigError(f"fetching the pictures of this request took more than {_FETCH_SECONDS:g} s")
+            began = time.monotonic()
+            data = fetch(picture.source, self._service.config.image_hosts)
+            self._fetch_seconds += time.monotonic() - began
+            return data
         try:
             return base64.b64decode("".join(picture.source.split()), validate=True)
         except (binascii.Error, ValueError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,12 +15,16 @@ from ktransformers.cli.serve.command import server_parser
 from ktransformers.cli.serve.serving import backend_maker, server_config
 from ktransformers.config import EngineConfig
 from ktransformers.errors import ConfigError
+from ktransformers.media.picture import ReadPicture
 from ktransformers.media.records import MediaItem, is_media_id
+from ktransformers.server.answers.pictures import RequestPictures
+from ktransformers.server.answers.requests import Conversation, Message, UnreadPicture
+from ktransformers.server.app import create_app
 from ktransformers.server.backend.interfaces.balance_serve import BalanceServeInterface
 from ktransformers.server.config import ServerConfig
-from tests.server.api.test_pictures import OTHER_URL, WRONG, chat, check_media, image, of_chat, post, served, text
+from tests.server.api.test_pictures import OTHER_URL, URL, WRONG, chat, check_media, image, of_chat, post, served, text
 from tests.support.models.demo import DEMO_GGUF
-from tests.support.servers.picture_backend import PNG, TOKENIZER, FakePictures
+from tests.support.servers.picture_backend import PNG, TOKENIZER, FakePictures, PictureBackend
 
 
 def test_the_number_of_pictures_is_limited() -> None:
@@ -119,3 +124,27 @@ def test_an_item_says_where_its_picture_begins() -> None:
     (item,) = backend.requests[0].media
     start = len(TOKENIZER.encode("<|im_start|>user\nab<v>"))
     assert item == MediaItem(FakePictures().read(PNG).digest, start, 10)
+
+
+def test_fetching_takes_so_long_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ktransformers.server.answers.pictures._FETCH_SECONDS", 0.0)
+    response, backend = served(post(*chat(image(), image())))
+    assert response.status_code == 400
+    assert "messages[0].content[1].image_url: fetching the pictures of this request took more" in response.text
+    assert not backend.requests
+
+
+def test_pictures_that_come_when_nobody_waits_any_more_are_let_go() -> None:
+    class Leaving(FakePictures):
+        """Whoever asked leaves while the first picture is read."""
+
+        def read(self, data: bytes, detail: str | None = None) -> ReadPicture:
+            asked.release()
+            return super().read(data, detail)
+
+    backend = PictureBackend(pictures=(pictures := Leaving()))
+    asked = RequestPictures(create_app(backend, ServerConfig(model_names=("m",))).state.service)
+    parts = [UnreadPicture(source=URL, place="a", name="a")] * 2
+    asyncio.run(asked.read(Conversation(messages=[Message(role="user", content=parts)])))
+    assert len(pictures.calls) == 2
+    assert not +pictures.held
