@@ -352,4 +352,5 @@ def _model_info(facts: Facts, tokenizer: Tokenizer) -> ModelInfo:
         digest=facts.digest,
         max_drafts=facts.max_drafts,
         drafter=facts.drafter,
+        no_pictures="replicas on other machines are sent none",
     )

@@ -34,6 +34,8 @@ class ServerConfig:
     is_strict_on_fields: a request with a field that would be ignored is refused.
     reads_special_tokens: special tokens that a message spells are read as such, so that a user can forge a turn.
     drops_oldest: a conversation that is longer than the context loses its oldest turns; else it is refused.
+    max_images: pictures of one request at most. ignores_images: a model that reads text only answers with a note in the
+    place of each. image_hosts: names of hosts, "*.example" too, from which pictures are fetched by their URLs.
     tool_format: a name of tokenizer.tools.TOOL_FORMATS, or "auto".
     allowed_hosts: names that requests may give in Host beside loopback ones and `host`; * for all.
     web: the chat page is served at /; None: if only this machine can connect.
@@ -67,6 +69,9 @@ class ServerConfig:
     reads_special_tokens: bool = False
     force_think: bool = False
     drops_oldest: bool = False
+    max_images: int = 64
+    ignores_images: bool = False
+    image_hosts: tuple[str, ...] = ()
     web: bool | None = None
     tool_format: str = "auto"
     max_queue: int = 256
@@ -93,6 +98,7 @@ class ServerConfig:
                 self.max_queue_per_key is None or 1 <= self.max_queue_per_key < 1 << 31,
                 f"--max_queue_per_key must be at least 1, got {self.max_queue_per_key}",
             ),
+            (0 <= self.max_images < 1 << 16, f"--max_images must be between 0 and 65535, got {self.max_images}"),
             (
                 self.max_new_tokens is None or self.max_new_tokens >= 1,
                 f"--max_new_tokens must be at least 1, got {self.max_new_tokens}",

@@ -129,7 +129,9 @@ class Service:
         if self._json_limits is None:
             if not self.backend.is_ready:
                 return JsonLimits(self.config.max_body, _MAX_VALUES, _MAX_NODES)
-            self._json_limits = _json_limits(self.backend.model, self.config.max_body)
+            model = self.backend.model
+            takes_images = model.no_pictures is None or self.config.ignores_images
+            self._json_limits = _json_limits(model, self.config.max_body, takes_images=takes_images)
         return self._json_limits
 
     def check_model(self, asked: str | None) -> str:
@@ -195,11 +197,15 @@ class Service:
         return most
 
 
-def _json_limits(model: ModelInfo, max_body: int) -> JsonLimits:
-    """By the context: a token's text takes at most six bytes per character (\\u0041), its number some digits."""
+def _json_limits(model: ModelInfo, max_body: int, *, takes_images: bool) -> JsonLimits:
+    """By the context: a token's text takes at most six bytes per character (\\u0041), its number some digits. Pictures
+    have any size, in base64.
+    """
     max_chars = model.tokenizer.max_token_chars if model.tokenizer.has_vocabulary else 0
     max_values = min(_MAX_NODES + 8 * model.max_len, max(_MAX_VALUES, _MAX_NODES + model.max_len))
     max_bytes = (1 << 20) + max(6 * max_chars * model.max_len, 12 * max_values)
+    if takes_images:
+        max_bytes = max_body
     return JsonLimits(min(max_body, max_bytes), max_values, _MAX_NODES)
 
 

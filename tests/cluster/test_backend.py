@@ -40,6 +40,16 @@ async def service(
         yield made, replicas
 
 
+def test_replicas_are_sent_no_pictures() -> None:
+    async def work() -> None:
+        async with service() as (made, _):
+            check(await collect(made, request(1)), request(1))
+            assert made.model.modalities == ["text"]
+            assert made.model.no_pictures == "replicas on other machines are sent none"
+
+    run(work)
+
+
 def shown(events: list[TokenEvent]) -> list[tuple[object, ...]]:
     """Of events what no clock decides."""
     return [(one.token_id, one.text, one.logprobs, one.finish_reason, one.stop, one.prompt_logprobs) for one in events]

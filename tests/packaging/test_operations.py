@@ -191,7 +191,7 @@ def test_legends_name_labels_that_are_there() -> None:
     for panel in _dashboard()["panels"]:
         for target in panel.get("targets", []):
             fields = {part.partition("}}")[0] for part in target["legendFormat"].split("{{")[1:]}
-            assert fields <= {"model_name", "finished_reason", "replica"}
+            assert fields <= {"model_name", "finished_reason", "outcome", "replica"}
 
 
 def test_panels_do_not_overlap_and_have_numbers_of_their_own() -> None:

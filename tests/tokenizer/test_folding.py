@@ -302,10 +302,10 @@ def test_the_nearest_word_for_the_effort(taken: tuple[str, ...], asked: str, giv
         f"{{% endif %}}{{{{ {variable} }}}};{{% for m in messages %}}{{{{ m.content }}}};{{% endfor %}}"
     )
     tokenizer = byte_tokenizer(template)
-    request = Conversation(messages=[Message(role="user", text="x")], reasoning_effort=asked)
+    request = Conversation(messages=[Message(role="user", content="x")], reasoning_effort=asked)
     assert template_kwargs(tokenizer, request).given == {variable: asked}
     if given in taken:
-        assert tokenizer.decode(chat_prompt(tokenizer, request)).startswith(f"{given};x;")
+        assert tokenizer.decode(chat_prompt(tokenizer, request).ids).startswith(f"{given};x;")
     else:
         with pytest.raises(ConversationError, match="unknown"):
             chat_prompt(tokenizer, request)

@@ -71,8 +71,8 @@ TOKENIZERS = {name: tokenizer_of(name) for name in TEMPLATES}
 
 
 def ids_of(name: str, *texts: str, **more: Any) -> list[int]:
-    messages = [Message(role="user", text=text) for text in texts]
-    return chat_prompt(TOKENIZERS[name], Conversation(messages=messages), **more)
+    messages = [Message(role="user", content=text) for text in texts]
+    return chat_prompt(TOKENIZERS[name], Conversation(messages=messages), **more).ids
 
 
 def specials(name: str, ids: list[int]) -> list[int]:
@@ -109,10 +109,10 @@ def test_tools_calls_and_variables_are_guarded_too() -> None:
     tokenizer, forged = TOKENIZERS["hermes"], FORGED["hermes"]
     call = PastCall(name=forged, arguments={forged: [forged]})
     asked = Conversation(
-        messages=[Message(role="user", text="x"), Message(role="assistant", tool_calls=[call])],
+        messages=[Message(role="user", content="x"), Message(role="assistant", tool_calls=[call])],
         tools=[Tool(name="f", description=forged, parameters={"properties": {forged: {"default": forged}}})],
     )
-    ids = chat_prompt(tokenizer, asked)
+    ids = chat_prompt(tokenizer, asked).ids
     start, end = (tokenizer.token_id(one) for one in ("<|im_start|>", "<|im_end|>"))
     assert specials("hermes", ids) == [start, end] * 3 + [start]
     assert json.dumps(forged) in tokenizer.decode(ids, skip_special_tokens=False)
@@ -141,8 +141,8 @@ def test_without_a_template_too(name: str) -> None:
 
 def test_an_answer_goes_on_from_the_last_message() -> None:
     for text in ("The sum is ", FORGED["hermes"]):
-        messages = [Message(role="user", text="17 + 25?"), Message(role="assistant", text=text)]
-        ids = chat_prompt(TOKENIZERS["hermes"], Conversation(messages=messages, continues=True))
+        messages = [Message(role="user", content="17 + 25?"), Message(role="assistant", content=text)]
+        ids = chat_prompt(TOKENIZERS["hermes"], Conversation(messages=messages, continues=True)).ids
         shown = TOKENIZERS["hermes"].decode(ids, skip_special_tokens=False)
         assert shown.removesuffix(" ").endswith(f"<|im_start|>assistant\n{text}".rstrip(" ")), shown
 
@@ -155,7 +155,7 @@ def test_an_answer_goes_on_inside_its_reasoning(opening: str, written: str | Non
     tokenizer = tokenizer_of("hermes")
     tokenizer.backend.chat_template = f"{HERMES}{{% if add_generation_prompt %}}{{{{ {opening!r} }}}}{{% endif %}}"
     messages = [
-        Message(role="user", text="17 + 25?"),
+        Message(role="user", content="17 + 25?"),
         Message(role="assistant", reasoning=f"First{FORGED['hermes']} "),
     ]
     asked = Conversation(messages=messages, continues=True, opens_answer=False)
@@ -163,10 +163,10 @@ def test_an_answer_goes_on_inside_its_reasoning(opening: str, written: str | Non
         with pytest.raises(ConfigError, match="while reasoning is turned off"):
             chat_prompt(tokenizer, asked)
         return
-    ids = chat_prompt(tokenizer, asked)
+    ids = chat_prompt(tokenizer, asked).ids
     begun = Conversation(messages=messages[:1])
-    assert ids[: len(chat_prompt(tokenizer, begun))] == chat_prompt(tokenizer, begun)
-    assert specials("hermes", ids) == specials("hermes", chat_prompt(tokenizer, begun))
+    assert ids[: len(chat_prompt(tokenizer, begun).ids)] == chat_prompt(tokenizer, begun).ids
+    assert specials("hermes", ids) == specials("hermes", chat_prompt(tokenizer, begun).ids)
     shown = tokenizer.decode(ids, skip_special_tokens=False)
     assert shown.endswith(f"<|im_start|>assistant\n{opening}{written}First{FORGED['hermes']} ")
     parser = tokenizer.answer_parser(ids, continues_reasoning=asked.continues_reasoning)
@@ -174,13 +174,13 @@ def test_an_answer_goes_on_inside_its_reasoning(opening: str, written: str | Non
 
 
 def test_an_answer_that_has_not_begun_is_opened_anew() -> None:
-    asked = Conversation(messages=[Message(role="user", text="x"), Message(role="assistant")], continues=True)
-    assert chat_prompt(TOKENIZERS["hermes"], asked) == ids_of("hermes", "x")
+    asked = Conversation(messages=[Message(role="user", content="x"), Message(role="assistant")], continues=True)
+    assert chat_prompt(TOKENIZERS["hermes"], asked).ids == ids_of("hermes", "x")
 
 
 def test_a_model_without_reasoning_has_none_to_go_on_from() -> None:
     tokenizer = tokenizer_of("llama", tags=())
-    messages = [Message(role="user", text="x"), Message(role="assistant", reasoning="y")]
+    messages = [Message(role="user", content="x"), Message(role="assistant", reasoning="y")]
     with pytest.raises(UnsupportedError, match="tell of no reasoning"):
         chat_prompt(tokenizer, Conversation(messages=messages, continues=True))
 
@@ -195,5 +195,5 @@ OWN_DEVELOPER = HERMES.replace("{{ m.role }}", "{{ 'instructions' if m.role == '
 def test_developer_is_system_where_the_template_does_not_know_it(template: str, role: str) -> None:
     tokenizer = tokenizer_of("hermes")
     tokenizer.backend.chat_template = template
-    ids = chat_prompt(tokenizer, Conversation(messages=[Message(role="developer", text="x")]))
+    ids = chat_prompt(tokenizer, Conversation(messages=[Message(role="developer", content="x")])).ids
     assert tokenizer.decode(ids, skip_special_tokens=False).startswith(f"<|im_start|>{role}\nx<|im_end|>")

@@ -381,8 +381,12 @@ _ROPE = "it is read from the model's files, and overriding it is not supported h
 _UNSUPPORTED = (
     _refused("--lora --lora_scaled --lora_base --lora_modules --enable_lora --lora_paths --max_loras --max_lora_rank "
              "--max_loras_per_batch --adapter_path --lora_init_without_apply", "--gguf_path", _LORA),
-    _refused("--mmproj -mm --mmproj_url -mmu --mmproj_auto --image --audio --limit_mm_per_prompt --enable_multimodal "
-             "--model_vocoder -mv", "--gguf_path", _IMAGES),
+    _refused("--mmproj -mm --mmproj_url -mmu --mmproj_auto --image --audio --enable_multimodal --model_vocoder "
+             "-mv", "--gguf_path", _IMAGES),
+    _refused("--limit_mm_per_prompt", "--max_images", "--max_images N limits the images of a request"),
+    _alias("--allowed_media_domains", "--allowed_image_hosts"),
+    _refused("--allowed_local_media_path --media_path", "--allowed_image_hosts",
+             "files of this machine are read for no request; clients send images as data: URLs"),
     _switch("--no_mmproj --no_mmproj_offload --language_model_only", "--gguf_path", "",
             "the model alone is loaded, without what reads images"),
     _refused("--rope_scaling --rope_scale --rope_freq_base --rope_freq_scale --yarn_orig_ctx --yarn_ext_factor "

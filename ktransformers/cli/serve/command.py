@@ -162,6 +162,17 @@ def _add_api_flags(group: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         help="names of this server; repeatable; * for all",
     )
+    add_toggle(
+        group, "ignore_images", default=False, help="models without a tower read a note in the place of images (off)"
+    )
+    group.add_argument("--max_images", type=int, default=64, metavar="N", help="images of one request (%(default)s)")
+    group.add_argument(
+        "--allowed_image_hosts",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="hosts from which images are fetched by URL; repeatable, *.example.com (none)",
+    )
     add_toggle(group, "force_think", default=False, help="begin every answer with the model's thinking tag")
     add_overflow_flag(group, default="error")
     group.add_argument(

@@ -40,6 +40,7 @@ _MODEL_PATHS = frozenset({"model", "model_path", "gguf_path", "model_name", "arc
 _OF_SERVER = frozenset(
     {
         "host", "port", "api_key", "api_key_file", "ssl_keyfile", "ssl_certfile", "cors_origins", "allowed_hosts",
+        "allowed_image_hosts",
         "web", "strict_model_name", "strict_requests", "max_queue", "max_queue_per_key", "responses_store",
         "max_suspended", "max_keep_seconds", "kept_streams", "request_timeout", "drain_seconds", "ping_seconds",
         "otlp_traces_endpoint", "profile_root", "profile_max_bytes", "log_level", "models", *_POOL_FLAGS,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ktransformers.cli.parsing.options import check_disk_size, given_sampling
@@ -65,6 +66,11 @@ def check_flags(args: argparse.Namespace) -> None:
         check_disk_size(args)
 
 
+def _names(texts: Sequence[str]) -> tuple[str, ...]:
+    """Names given one by one, or with commas."""
+    return tuple(name.strip() for text in texts for name in text.split(",") if name.strip())
+
+
 def listed_names(args: argparse.Namespace) -> tuple[str, ...]:
     """Return the names that --model_name gives, split at commas, each once. Raises ConfigError for an empty one."""
     names = [name.strip() for text in args.model_name for name in text.split(",")]
@@ -99,7 +105,7 @@ def server_config(args: argparse.Namespace, config: EngineConfig) -> ServerConfi
         key_limits=keys,
         listed_names=listed_names(args),
         cors_origins=tuple(args.cors_origins),
-        allowed_hosts=tuple(name.strip() for text in args.allowed_hosts for name in text.split(",") if name.strip()),
+        allowed_hosts=_names(args.allowed_hosts),
         ssl_keyfile=args.ssl_keyfile,
         ssl_certfile=args.ssl_certfile,
         sampling=given_sampling(args),
@@ -108,6 +114,9 @@ def server_config(args: argparse.Namespace, config: EngineConfig) -> ServerConfi
         is_strict_on_fields=args.strict_requests,
         reads_special_tokens=args.special_tokens_in_content,
         force_think=args.force_think,
+        max_images=args.max_images,
+        ignores_images=args.ignore_images,
+        image_hosts=_names(args.allowed_image_hosts),
         drops_oldest=args.context_overflow == "drop",
         web=args.web,
         tool_format=args.tool_format,
@@ -143,6 +152,8 @@ def backend_maker(args: argparse.Namespace, config: EngineConfig) -> Callable[[]
     interface_class(args.backend_type)
     if config.kv_disk_path is not None:
         private_folder(config.kv_disk_path)  # balance_serve logs one line later on where it cannot be used
+    if args.state_dir is not None:  # requests that go on in the next server find their pictures
+        config = replace(config, picture_folder=args.state_dir / "pictures")
     balance = _balance_config(args, config) if args.backend_type == "balance_serve" else None
     return lambda: create_interface(args.backend_type, config, profile, balance)
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ktransformers.errors import ContextLengthError, FieldError
-from ktransformers.server.answers.prompts import chat_prompt
-from ktransformers.server.answers.requests import ChatRequest, Conversation, TextRequest
+from ktransformers.media.picture import ReadPicture
+from ktransformers.server.answers.prompts import Prompt, chat_prompt
+from ktransformers.server.answers.requests import ChatRequest, Conversation, Message, TextRequest
 from ktransformers.server.service import Service
-from ktransformers.tokenizer.shortening import Shortened, prompt_room, shorten
+from ktransformers.tokenizer.shortening import prompt_room, shorten
 
-__all__ = ["fitted_chat", "fitted_text", "in_words_of"]
+__all__ = ["Fitted", "fitted_chat", "fitted_text", "in_words_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +33,16 @@ NoteChanges = Callable[[Sequence[str]], None]
 """See chat_prompt."""
 
 
-def fitted_chat(service: Service, asked: ChatRequest, note_changes: NoteChanges) -> Shortened:
-    """Return the prompt ids of a conversation, and how many of its oldest turns were left out to make it fit.
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """The prompt of a conversation that fits. num_dropped: how many of its oldest turns, and their pictures, left."""
+
+    prompt: Prompt
+    num_dropped: int = 0
+
+
+def fitted_chat(service: Service, asked: ChatRequest, note_changes: NoteChanges) -> Fitted:
+    """Return the prompt of a conversation, and how many of its oldest turns were left out to make it fit.
 
     note_changes: as chat_prompt has it. Turns are left out where the request, or else the operator
     (--context_overflow), says so. Raises ContextLengthError for one that is too long otherwise, or all the same,
@@ -44,7 +53,7 @@ def fitted_chat(service: Service, asked: ChatRequest, note_changes: NoteChanges)
     if is_dropping is None:
         is_dropping = service.config.drops_oldest
     if not is_dropping and conversation.max_prompt_len is None:
-        return Shortened(_prompt(service, conversation, max_len, note_changes), 0)
+        return Fitted(_prompt(service, conversation, max_len, note_changes))
     sampling = asked.sampling
     room = prompt_room(max_len, service.max_tokens(sampling.max_tokens, sampling.default_max_tokens))
     limits = [room, max_len - 1]  # room for an answer is wanted, not needed
@@ -57,9 +66,7 @@ def fitted_chat(service: Service, asked: ChatRequest, note_changes: NoteChanges)
                 logger.info("the oldest %d turns of a conversation were left out: it is too long", found.num_dropped)
             return found
     if conversation.max_prompt_len is None:
-        return Shortened(
-            _prompt(service, conversation, max_len, note_changes), 0
-        )  # which raises, with the whole length
+        return Fitted(_prompt(service, conversation, max_len, note_changes))  # which raises, with the whole length
     raise FieldError(
         f"truncate_prompt_tokens: the instructions and the last question have more than {conversation.max_prompt_len} "
         "tokens, and they are never left out",
@@ -67,32 +74,40 @@ def fitted_chat(service: Service, asked: ChatRequest, note_changes: NoteChanges)
     )
 
 
-def _within(service: Service, conversation: Conversation, limit: int, note_changes: NoteChanges) -> Shortened | None:
+def _within(service: Service, conversation: Conversation, limit: int, note_changes: NoteChanges) -> Fitted | None:
     """The whole conversation if it has at most `limit` tokens, else without its oldest turns, if that helps."""
+    prompts: dict[int, Prompt] = {}  # by how many turns stayed
 
     def prompt_of(kept: Sequence[int]) -> list[int] | int:
         part = replace(conversation, messages=[conversation.messages[at] for at in kept])
         try:
-            return _prompt(service, part, limit, note_changes)
+            made = prompts[len(kept)] = _prompt(service, part, limit, note_changes)
         except ContextLengthError as error:
             return error.prompt_len
+        return list(made.ids)
 
     messages = conversation.messages
     whole = prompt_of(range(len(messages)))
     if not isinstance(whole, int):
-        return Shortened(whole, 0)
-    sizes = [_size(conversation, at) for at in range(len(messages))]
-    return shorten([message.role for message in messages], sizes, service.model.max_len, whole, limit, prompt_of)
+        return Fitted(prompts[len(messages)])
+    sizes = [_size(message) for message in messages]
+    roles = [message.role for message in messages]
+    found = shorten(roles, sizes, service.model.max_len, whole, limit, prompt_of)
+    return None if found is None else Fitted(prompts[len(messages) - found.num_dropped], found.num_dropped)
 
 
-def _size(conversation: Conversation, at: int) -> int:
-    """Bytes of a turn's texts, about."""
-    message = conversation.messages[at]
-    calls = sum(len(call.name) + len(str(call.arguments).encode(errors="replace")) for call in message.tool_calls)
-    return len(message.text.encode(errors="replace")) + len(message.reasoning.encode(errors="replace")) + calls
+_TOKEN_BYTES = 4
 
 
-def _prompt(service: Service, conversation: Conversation, max_len: int, note_changes: NoteChanges) -> list[int]:
+def _size(message: Message) -> int:
+    """Bytes of a turn's texts, about; of its pictures as many as texts have with so many tokens."""
+    texts = [message.text, message.reasoning]
+    texts += [text for call in message.tool_calls for text in (call.name, str(call.arguments))]
+    pictures = (part.num_positions for part in message.parts if isinstance(part, ReadPicture))
+    return sum(len(text.encode(errors="replace")) for text in texts) + _TOKEN_BYTES * sum(pictures)
+
+
+def _prompt(service: Service, conversation: Conversation, max_len: int, note_changes: NoteChanges) -> Prompt:
     changes: list[str] = []
     made = chat_prompt(
         service.model.tokenizer,

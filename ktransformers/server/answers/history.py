@@ -78,9 +78,9 @@ def _quoted(text: str) -> Mapping[str, Any] | None:
     return _object(made) if isinstance(made, str) else None
 
 
-def left_out(kind: str) -> str:
-    """Return the text that the model reads in place of a part of a tool's result that is no text. kind: of the part."""
-    return f"[{kind} left out: only text can be read here]"
+def left_out(kind: str, why: str = "only text can be read here") -> str:
+    """Return the text that the model reads in place of a part of a turn that it is not shown. kind: of the part."""
+    return f"[{kind} left out: {why}]"
 
 
 def result_text(value: Any, field: str, alter: Alter) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from ktransformers.core import GenerationStats, SamplingParams, TokenEvent
 from ktransformers.engine.sampling.sampler import draw_seed
 from ktransformers.errors import ConfigError, ContextLengthError, FieldError, KTransformersError, UnsupportedError
+from ktransformers.media.records import num_media_ids
 from ktransformers.server.answers.choices import ChatChoice, Choice, PromptChoice, TextChoice
 from ktransformers.server.answers.constraints import beside_tools, reasoning_of
 from ktransformers.server.answers.events import AnswerFinished, AnswerStep
@@ -18,7 +19,7 @@ from ktransformers.server.answers.fitting import fitted_chat, fitted_text, in_wo
 from ktransformers.server.answers.forced import forced_calls, reason_of_refusal
 from ktransformers.server.answers.generations import run_generations
 from ktransformers.server.answers.one_call import OneCall
-from ktransformers.server.answers.prompts import template_kwargs
+from ktransformers.server.answers.prompts import Prompt, template_kwargs
 from ktransformers.server.answers.requests import DEFAULTED, AnswerRequest, ChatRequest, Sampling, TextRequest
 from ktransformers.server.backend.base import GenerationRequest
 from ktransformers.server.service import Service
@@ -69,6 +70,12 @@ class PreparedRequest:
             replace(self.request_metrics.total, completion_len=0) if self.is_prompt_only else self.request_metrics.total
         )
 
+    @property
+    def num_image_tokens(self) -> int:
+        """Positions of all prompts that show pictures, each prompt counted once."""
+        firsts = self.requests[:: self.request_metrics.num_answers]
+        return sum(num_media_ids(request.prompt_ids) for request in firsts if request.media)
+
     async def steps(self) -> AsyncGenerator[AnswerStep, None]:
         """Yield the steps of the answers, side by side. The first error of any of them ends all: raises
         KTransformersError.
@@ -111,7 +118,7 @@ def prepare(service: Service, asked: ChatRequest | TextRequest) -> PreparedReque
     else:
         with in_words_of(service):
             prompts, choices = _texts(service, asked)
-    rules = _rules(service, asked, prompts[0])
+    rules = _rules(service, asked, prompts[0].ids)
     constraint = rules.get("constraint")
     if constraint is not None and constraint.widened:
         service.check_ignored(constraint.widened)
@@ -133,20 +140,20 @@ def prepare(service: Service, asked: ChatRequest | TextRequest) -> PreparedReque
     )
 
 
-_PromptsAndChoices = tuple[list[Sequence[int]], list[Choice]]
-"""Ids of each prompt, and asked.n choices for each."""
+_PromptsAndChoices = tuple[list[Prompt], list[Choice]]
+"""Each prompt, and asked.n choices for each."""
 
 
 def _chat(
     service: Service, asked: ChatRequest, note_changes: Callable[[Sequence[str]], None]
-) -> tuple[list[Sequence[int]], list[Choice], int]:
+) -> tuple[list[Prompt], list[Choice], int]:
     """See _PromptsAndChoices; and how many turns were left out."""
     model, tools = service.model, asked.conversation.tools
     tokenizer = model.tokenizer
     fitted = fitted_chat(service, asked, note_changes)
-    prompt_ids = fitted.prompt_ids
+    prompt_ids = fitted.prompt.ids
     if asked.is_prompt_only:
-        return [prompt_ids], [PromptChoice() for _ in range(asked.n)], fitted.num_dropped
+        return [fitted.prompt], [PromptChoice() for _ in range(asked.n)], fitted.num_dropped
     schemas = {tool.name: tool.parameters for tool in tools} if tools else None
     inside, is_forced = asked.conversation.continues_reasoning, asked.tool_choice.is_required
     parsers = (
@@ -156,7 +163,7 @@ def _chat(
     choices: list[Choice] = [ChatChoice(parser, f"{asked.id}-{index}") for index, parser in enumerate(parsers)]
     if asked.tool_choice.max_calls is not None and not asked.tool_choice.is_required:  # whose grammar says it
         choices = [OneCall(choice) for choice in choices]
-    return [prompt_ids], choices, fitted.num_dropped
+    return [fitted.prompt], choices, fitted.num_dropped
 
 
 def _texts(service: Service, asked: TextRequest) -> _PromptsAndChoices:
@@ -164,12 +171,12 @@ def _texts(service: Service, asked: TextRequest) -> _PromptsAndChoices:
     tokenizer = model.tokenizer
     if asked.sampling.logprobs is not None and not tokenizer.has_vocabulary:
         raise ConfigError("logprobs name tokens by their text, and this model's files hold no vocabulary")
-    prompts: list[Sequence[int]] = []
+    prompts: list[Prompt] = []
     choices: list[Choice] = []
     for prompt in asked.prompts:
         ids = fitted_text(service, asked, prompt)
         text = _echo(tokenizer, prompt) if asked.has_echo else ""
-        prompts.append(ids)
+        prompts.append(Prompt(ids))
         choices += [PromptChoice(text) if asked.is_prompt_only else TextChoice(text) for _ in range(asked.n)]
     return prompts, choices
 
@@ -199,14 +206,14 @@ def _echo(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> str:
 
 
 def _generations(
-    service: Service, asked: AnswerRequest, prompts: Sequence[Sequence[int]], rules: Mapping[str, Any]
+    service: Service, asked: AnswerRequest, prompts: Sequence[Prompt], rules: Mapping[str, Any]
 ) -> list[GenerationRequest]:
     """n for each prompt, checked. rules: see _rules.
 
     Choice i of a request draws with seed + i, so that they differ and each can be repeated.
     """
     params, seed, n = *_params(service, asked.sampling), asked.n
-    shared = [tuple(prompt) for prompt in prompts]  # answers to one prompt hold the same object
+    shared = [tuple(prompt.ids) for prompt in prompts]  # answers to one prompt hold the same object
     prediction_ids = _prediction_ids(service, asked.prediction)
     made = [
         GenerationRequest(
@@ -218,6 +225,7 @@ def _generations(
             cache_salt=asked.cache_salt,
             timeline=service.new_timeline(),
             prediction_ids=prediction_ids,
+            media=prompts[index // n].media,
         )
         for index in range(len(prompts) * n)
     ]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ktransformers.errors import ConfigError, UnsupportedError
-from ktransformers.server.answers.requests import Conversation, Message, Tool
+from ktransformers.media.picture import ReadPicture
+from ktransformers.media.records import MediaItem, is_media_id, media_ids
+from ktransformers.server.answers.requests import Conversation, Message, Part, Tool
 from ktransformers.tokenizer import Tokenizer
 from ktransformers.tokenizer.reasoning import OPENED_NEWLINE
 from ktransformers.tokenizer.templates.effort import EFFORT_VARIABLES
 
-__all__ = ["TemplateKwargs", "chat_prompt", "template_kwargs"]
+__all__ = ["Prompt", "TemplateKwargs", "chat_prompt", "template_kwargs"]
 
 _RESERVED = frozenset(
     {
@@ -26,13 +28,28 @@ _RESERVED = frozenset(
         "reads_special_tokens",
         "max_len",
         "note_changes",
+        "pictures",
     }
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The ids of a prompt, those of its pictures' positions included, and where its pictures are."""
+
+    ids: Sequence[int]
+    media: tuple[MediaItem, ...] = ()
+
+
+def _part(part: Part) -> dict[str, str]:
+    """A part of a turn as templates take it that know pictures."""
+    return {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+
+
 def _turn(message: Message) -> dict[str, Any]:
     """What the model's template gets: what the message has, under the names that templates use."""
-    turn: dict[str, Any] = {"role": message.role, "content": message.text}
+    content = message.content if isinstance(message.content, str) else [_part(part) for part in message.content]
+    turn: dict[str, Any] = {"role": message.role, "content": content}
     if message.reasoning:
         turn["reasoning_content"] = message.reasoning
     if message.name is not None:
@@ -101,8 +118,9 @@ def chat_prompt(
     force_think: bool = False,
     reads_special_tokens: bool = False,
     note_changes: Callable[[Sequence[str]], None] | None = None,
-) -> list[int]:
-    """Return the prompt ids of a conversation. force_think: open the reasoning when the template has not done it.
+) -> Prompt:
+    """Return the prompt of a conversation whose pictures are read. force_think: open the reasoning when the template
+    has not done it.
 
     note_changes: called with the names of what was folded because the template does not keep it, if anything was.
 
@@ -117,6 +135,9 @@ def chat_prompt(
     messages = asked.messages if asked.continues_text or not asked.continues else asked.messages[:-1]
     turns = [_turn(message) for message in messages]
     tools = [_shown(tool) for tool in asked.tools]
+    pictures = [part for message in messages for part in message.parts if isinstance(part, ReadPicture)]
+    if pictures:
+        kwargs = {**kwargs, "pictures": pictures}
     prompt_ids = tokenizer.apply_chat_template(
         turns,
         tools,
@@ -131,4 +152,13 @@ def chat_prompt(
     tags, opens = tokenizer.reasoning_tags, asked.opens_answer and not asked.continues
     if force_think and tags is not None and opens and not tokenizer.opens_reasoning(prompt_ids):
         prompt_ids += tokenizer.encode(tags[0] + OPENED_NEWLINE, add_special_tokens=False)
-    return prompt_ids
+    return Prompt(prompt_ids, tuple(_items(prompt_ids, pictures)))
+
+
+def _items(prompt_ids: Sequence[int], pictures: Sequence[ReadPicture]) -> Iterator[MediaItem]:
+    """Where the pictures are in a prompt that shows them in this order."""
+    places = (at for at, token_id in enumerate(prompt_ids) if is_media_id(token_id))
+    for picture in pictures:
+        own = [next(places) for _ in range(picture.num_positions)]
+        assert [prompt_ids[at] for at in own] == media_ids(picture.digest, picture.num_positions)
+        yield MediaItem(picture.digest, own[0], own[-1] + 1 - own[0])

@@ -21,6 +21,7 @@ from starlette.responses import Response
 
 from ktransformers.core import PastToken, TokenEvent
 from ktransformers.errors import ConfigError, KTransformersError
+from ktransformers.media.picture import ReadPicture
 from ktransformers.server.answers.prepared_request import PreparedRequest
 from ktransformers.server.answers.resumable import KEEP_HEADER
 from ktransformers.server.http.api_paths import SCOPE_KEY
@@ -55,11 +56,15 @@ class Replay:
         opened = self.kept.opened
         if len(prepared.requests) != len(opened.generations):
             raise ConfigError(f"it had {len(opened.generations)} answers, and has {len(prepared.requests)} now")
+        digests = {item.digest for request in prepared.requests for item in request.media}
+        if not digests.issuperset(item.digest for item in opened.media):
+            raise ConfigError("its pictures are gone, and are not the same when they are read again")
         timeout = None if opened.deadline is None else max(opened.deadline - time.time(), _LEAST_SECONDS)
         prepared.requests = [
             replace(
                 request,
                 prompt_ids=opened.prompts[generation.prompt],
+                media=opened.media,
                 params=replace(generation.params, stop=request.params.stop),
                 priority=generation.priority,
                 cache_salt=generation.cache_salt,
@@ -89,11 +94,14 @@ class _Recorder:
 
 @dataclass(frozen=True, slots=True)
 class RequestBody:
-    """A request's path and body, as the journal's Opened keeps them. beside: called where it is written down."""
+    """A request's path and body, as the journal's Opened keeps them. beside: called where it is written down.
+    pictures: see Opened.
+    """
 
     path: str
     body: bytes
     beside: Callable[[], bytes] = bytes
+    pictures: tuple[ReadPicture | str, ...] = ()
 
 
 def write_down(
@@ -127,6 +135,8 @@ def _opened(journal: Journal, asked: RequestBody, prepared: PreparedRequest, one
         created=prepared.created,
         deadline=None if timeout is None else time.time() + timeout,
         prompts=prompts,
+        media=prepared.requests[0].media,  # only conversations have pictures, and one prompt
+        pictures=asked.pictures,
         generations=tuple(
             GenerationRecord(
                 places[id(request.prompt_ids)], replace(request.params, stop=()), request.priority, request.cache_salt

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from ktransformers.core import Constraint
 from ktransformers.errors import ConfigError
+from ktransformers.media.picture import ReadPicture
 
 __all__ = [
     "DEFAULTED",
     "MAX_ANSWERS",
     "AnswerRequest",
     "ChatRequest",
+    "Content",
     "Conversation",
     "Message",
     "PastCall",
@@ -26,8 +29,10 @@ __all__ = [
     "TextRequest",
     "Tool",
     "ToolChoice",
+    "UnreadPicture",
     "count_answers",
     "derived_id",
+    "joined",
     "new_id",
 ]
 
@@ -124,6 +129,35 @@ class PastCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UnreadPicture:
+    """A picture as it was sent. `answers/pictures.py` makes a ReadPicture of it.
+
+    source: its URL, or its bytes as base64, which has no colon. place: in the body, for errors. name: of the field, for
+    the log and the header. detail: OpenAI's: low, high or auto; None: auto.
+    """
+
+    source: str = field(repr=False)
+    place: str
+    name: str
+    detail: str | None = None
+
+
+Part = str | UnreadPicture | ReadPicture
+Content = str | Sequence[Part]
+"""The content of a turn: a text, or texts and pictures in their order."""
+
+
+def joined(parts: Iterable[Part], joint: str = "\n") -> Content:
+    """Return these parts as the content of one turn: neighbouring texts are one, with `joint` between them."""
+    made: list[Part] = []
+    for _, group in groupby(parts, key=lambda part: isinstance(part, str)):
+        run = list(group)
+        texts = [part for part in run if isinstance(part, str)]
+        made += filter(None, [joint.join(texts)] if texts else run)
+    return made[0] if len(made) == 1 and isinstance(made[0], str) else tuple(made) or ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
     """A turn of a conversation. The role goes to the model's chat template as it is; the template knows which roles
     there are.
@@ -132,11 +166,21 @@ class Message:
     """
 
     role: str
-    text: str = ""
+    content: Content = ""
     reasoning: str = ""
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: Sequence[PastCall] = ()
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """The texts and pictures of the content, in their order."""
+        return (self.content,) if isinstance(self.content, str) else self.content
+
+    @property
+    def text(self) -> str:
+        """The texts of the content, without its pictures."""
+        return "\n".join(part for part in self.parts if isinstance(part, str))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,9 +238,14 @@ class Conversation:
         return tuple(self.field_names.get(name, name) for name in names)
 
     @property
+    def parts(self) -> Sequence[Part]:
+        """The texts and pictures of all messages, in their order."""
+        return [part for message in self.messages for part in message.parts]
+
+    @property
     def continues_text(self) -> bool:
         """Whether the answer goes on from text (or calls) of the last message."""
-        return self.continues and bool(self.messages[-1].text or self.messages[-1].tool_calls)
+        return self.continues and bool(self.messages[-1].content or self.messages[-1].tool_calls)
 
     @property
     def continues_reasoning(self) -> bool:

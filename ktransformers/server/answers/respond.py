@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 from fastapi import Request
@@ -14,6 +13,7 @@ from starlette.responses import Response
 
 from ktransformers.errors import KTransformersError
 from ktransformers.server.answers.events import AnswerStep
+from ktransformers.server.answers.pictures import RequestPictures
 from ktransformers.server.answers.prepared_request import PreparedRequest, prepare
 from ktransformers.server.answers.replay import REPLAY_KEY, Replay, RequestBody, without_reader, write_down
 from ktransformers.server.answers.requests import ChatRequest, TextRequest
@@ -72,25 +72,32 @@ async def respond(
     writer_of: Callable[[PreparedRequest], Writer],
     more_bytes: int = 0,
     beside: Callable[[], bytes] = bytes,
+    edited: Callable[[ChatRequest], ChatRequest] | None = None,
 ) -> Response:
     """Count the request in, before any work is done for it; then return one JSON object or a stream of events.
 
     num_answers: that it wants. read: from the dialect's body to the request; runs on a thread, where texts may take
     long. more_bytes: that it goes through beside the body's. beside: what the body says of other requests; the journal
-    has it for the server that asks again (Opened). Raises KTransformersError for whatever is wrong before the
-    response begins.
+    has it for the server that asks again (Opened). edited: changes a conversation whose pictures are read; on a thread.
+    Raises KTransformersError for whatever is wrong before the response begins.
     """
     service, key = service_of(request), request.scope.get(USE_KEY)
     seconds = keep_seconds(request, service.config, is_streamed)
     size = await body_size(request) + more_bytes
     service.admission.enter(service.backend.max_running, num_answers, key)
-    leave = partial(service.admission.leave, num_answers, key)
-    is_streaming = False
     replay: Replay | None = request.scope.get(REPLAY_KEY)
+    pictures = RequestPictures(service, () if replay is None else replay.kept.opened.pictures)
+
+    def leave() -> None:
+        service.admission.leave(num_answers, key)
+        pictures.release()
+
+    is_streaming = False
     try:
-        prepared = await service.workers.run(
-            size, lambda: _prepared(service, _prioritized(read(), service, key), replay)
-        )
+        asked = _prioritized(await service.workers.run(size, read), service, key)
+        if isinstance(asked, ChatRequest):
+            asked = replace(asked, conversation=await pictures.read(asked.conversation))
+        prepared = await service.workers.run(size, lambda: _prepared(service, asked, edited, replay))
         note_request(request, prepared.answering(is_streamed))
         note_ignored(request.scope, prepared.ignored)
         note_dropped(request.scope, prepared.num_dropped)
@@ -106,8 +113,8 @@ async def respond(
         service.ongoing.add(one)
         log = service.ongoing.keep(one, seconds, writer.media_type, writer.ping)
         if service.ongoing.journal is not None:
-            asked = RequestBody(request.scope["path"], await request.body(), beside)
-            write_down(service.ongoing.journal, asked, prepared, one, replay)
+            sent = RequestBody(request.scope["path"], await request.body(), beside, pictures.shown)
+            write_down(service.ongoing.journal, sent, prepared, one, replay)
         keep_writing(service.ongoing, one, _stream(prepared, writer), log, leave)
         if replay is not None:
             return without_reader(service, one)
@@ -117,7 +124,14 @@ async def respond(
             leave()
 
 
-def _prepared(service: Service, asked: _CheckedRequest, replay: Replay | None) -> PreparedRequest:
+def _prepared(
+    service: Service,
+    asked: _CheckedRequest,
+    edited: Callable[[ChatRequest], ChatRequest] | None,
+    replay: Replay | None,
+) -> PreparedRequest:
+    if edited is not None and isinstance(asked, ChatRequest):
+        asked = edited(asked)
     if replay is None:
         return prepare(service, asked)
     prepared = prepare(service, replace(asked, id=replay.kept.opened.id))

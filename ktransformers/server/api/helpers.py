@@ -111,7 +111,7 @@ async def props(request: Request) -> Response:
             "total_slots": service.backend.max_running,
             "model_alias": service.model_names[0],
             "model_path": service.model_names[0],  # a name: where files lie is not for clients
-            "modalities": {"vision": False, "audio": False},
+            "modalities": {"vision": "image" in model.modalities, "audio": False},
             "chat_template": template if isinstance(template, str) else (template or {}).get("default", ""),
             "build_info": f"ktransformers {__version__}",
             "is_sleeping": False,

@@ -56,6 +56,13 @@ def _drafts(service: Service) -> dict[str, int | str] | None:
     }
 
 
+def _pictures(service: Service) -> dict[str, int] | None:
+    """Pictures that were read since the start; None where the loaded model reads none."""
+    if not service.backend.is_ready or service.backend.model.no_pictures is not None:
+        return None
+    return {"read": service.metrics.counts.pictures}
+
+
 def _experts(stats: BackendStats) -> dict[str, Any] | None:
     if not isinstance(stats, BalanceStats) or not stats.experts:
         return None
@@ -112,6 +119,7 @@ def _status(service: Service) -> dict[str, Any]:
         "prefix": _prefix(stats),
         "tiers": stats.tiers if isinstance(stats, BalanceStats) else None,
         "drafts": _drafts(service),
+        "pictures": _pictures(service),
         "speed": speed,
         "memory": memory,
         "experts": _experts(stats),

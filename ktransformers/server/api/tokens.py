@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from ktransformers.errors import ConfigError
+from ktransformers.media.records import is_media_id
+from ktransformers.server.answers.pictures import RequestPictures
 from ktransformers.server.answers.prompts import chat_prompt, template_kwargs
+from ktransformers.server.answers.requests import Conversation
 from ktransformers.server.api.openai.fields import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
 from ktransformers.server.api.openai.read import tokenized_conversation
 from ktransformers.server.api.openai.schemas import DetokenizeBody, TokenizeBody
@@ -28,13 +32,14 @@ MAX_TOKENS = 1 << 18
 """Most tokens of an answer of /tokenize where the context is shorter: texts that will be cut are counted here."""
 
 
-def _tokens(request: Request, body: TokenizeBody) -> list[int]:
+def _tokens(request: Request, body: TokenizeBody, conversation: Conversation | None) -> Sequence[int]:
     service = service_of(request)
     tokenizer, config = service.model.tokenizer, service.config
     max_len = max(service.model.max_len, MAX_TOKENS)
-    if body.prompt is not None:
-        return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False, max_len=max_len)
-    conversation = tokenized_conversation(body)
+    if conversation is None:
+        return tokenizer.encode(
+            body.prompt or "", add_special_tokens=body.add_special_tokens is not False, max_len=max_len
+        )
     note_unused(request, template_kwargs(tokenizer, conversation).ignored)
     note_altered(request, conversation.altered)
     return chat_prompt(
@@ -44,15 +49,20 @@ def _tokens(request: Request, body: TokenizeBody) -> list[int]:
         force_think=config.force_think,
         reads_special_tokens=config.reads_special_tokens,
         note_changes=partial(note_ignored, request.scope),
-    )
+    ).ids
 
 
-def _tokenize(request: Request, body: TokenizeBody) -> Response:
-    model, tokens = service_of(request).model, _tokens(request, body)
+def _tokenize(request: Request, body: TokenizeBody, conversation: Conversation | None) -> Response:
+    model, tokens = service_of(request).model, _tokens(request, body, conversation)
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": model.max_len, "tokens": tokens}
     if body.return_token_strs:
-        answer["token_strs"] = [model.tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens]
+        answer["token_strs"] = [_text_of(model, token) for token in tokens]
     return ApiResponse(answer)
+
+
+def _text_of(model: ModelInfo, token: int) -> str:
+    """Without text: a position that shows a part of a picture."""
+    return "" if is_media_id(token) else model.tokenizer.token_bytes(token).decode("utf-8", "replace")
 
 
 def _detokenize(model: ModelInfo, tokens: list[int]) -> Response:
@@ -67,7 +77,14 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """Answer with the token ids of a text or of a conversation."""
     service = service_of(request)
     service.check_model(body.model)
-    return await service.workers.run(await body_size(request), _tokenize, request, body)
+    size, pictures = await body_size(request), RequestPictures(service)
+    try:
+        conversation = None
+        if body.prompt is None:
+            conversation = await pictures.read(await service.workers.run(size, tokenized_conversation, body))
+        return await service.workers.run(size, _tokenize, request, body, conversation)
+    finally:
+        pictures.release()
 
 
 @detokenize_router.post("/detokenize")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from ktransformers.core import EmbeddingForm, PastToken, Progress, SamplingParams, TokenEvent
@@ -20,6 +20,7 @@ from ktransformers.engine.sampling.constraints import check_rules
 from ktransformers.errors import DeadlineError, KTransformersError, UnsupportedError
 from ktransformers.media.records import MediaItem
 from ktransformers.scheduler.limits import Limits
+from ktransformers.server.backend.pictures import NO_TOWER, PictureSupport, ServedPictures
 from ktransformers.server.backend.profiler import Profiler
 from ktransformers.server.backend.timeline import Timeline
 from ktransformers.tokenizer import Tokenizer
@@ -38,7 +39,8 @@ class ModelInfo:
     max_drafts: draft tokens of an answer in a step at most; 0: none are run. drafter: what finds them:
     ngram, draft or mtp. card: sizes and names for people. digest:
     32 bytes that models of another kind or settings of their arithmetic do not have, nor most other weights; empty
-    where nobody asks. weights: their files, for exact_fingerprint.
+    where nobody asks. weights: their files, for exact_fingerprint. no_pictures: why the model reads text only; None: it
+    reads pictures, too, and `pictures` is who reads them once it is loaded.
     """
 
     tokenizer: Tokenizer
@@ -55,6 +57,17 @@ class ModelInfo:
     weights: tuple[FileState, ...] = ()
     max_drafts: int = 0
     drafter: str = "ngram"
+    pictures: ServedPictures | None = field(default=None, compare=False, repr=False)
+    no_pictures: str | None = NO_TOWER
+
+    @property
+    def modalities(self) -> list[str]:
+        """Names of what a prompt may hold: text, image."""
+        return ["text", "image"] if self.no_pictures is None else ["text"]
+
+    def with_pictures(self, support: PictureSupport) -> ModelInfo:
+        """Return the same model, with the pictures that it reads, or why it reads none."""
+        return replace(self, pictures=support.reader, no_pictures=support.why_not)
 
     @property
     def limits(self) -> Limits:

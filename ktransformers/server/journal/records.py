@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ktransformers.core import PastToken, SamplingParams
+from ktransformers.media.picture import ReadPicture
+from ktransformers.media.records import MediaItem
 
 __all__ = [
     "Closed",
@@ -44,7 +46,8 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="op
 
     id: of its answer; request_id: what x-request-id says. key: digest of the API key that it came with, or "".
     path, body: what was asked, where. created, deadline: seconds since 1970, None: it may take any time. beside: what
-    it takes to read the body again, of other requests.
+    it takes to read the body again, of other requests. media: where the pictures of the prompt are. pictures: what
+    stands for each one of the body: read, or a text in its place.
     """
 
     id: str
@@ -58,6 +61,8 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="op
     prompts: tuple[tuple[int, ...], ...]
     generations: tuple[GenerationRecord, ...]
     beside: bytes = b""
+    media: tuple[MediaItem, ...] = ()
+    pictures: tuple[ReadPicture | str, ...] = ()
 
 
 class Tokens(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):

@@ -10,6 +10,7 @@ from ktransformers.engine.model.opened import describe_model, open_model
 from ktransformers.engine.sequence.outputs import default_sampling_params
 from ktransformers.engine.step.hidden import embedding_form
 from ktransformers.server.backend.base import ModelInfo
+from ktransformers.server.backend.pictures import why_text_only
 from ktransformers.server.multi_model.needs import ModelNeeds
 
 __all__ = ["outline_of"]
@@ -31,5 +32,6 @@ def outline_of(config: EngineConfig, needs: ModelNeeds) -> ModelInfo:
         architecture=described.architecture,
         description=described.description,
         embeddings=embedding_form(described.card.pooling_type, config.model_path, config.gguf_path),
+        no_pictures=why_text_only(config),
         card=replace(described.card, gpu_bytes=sum(size for name, size in needs.nbytes.items() if name != "cpu")),
     )

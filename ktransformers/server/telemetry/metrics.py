@@ -153,6 +153,7 @@ class Refusals(Collector):
 class Counts:
     """Counts of answers and tokens since the start, as they happen. prompt_tokens: computed, not found in the cache;
     counted at the first token. draft_tokens: run for answers; accepted_tokens: those of them that are the answers'.
+    pictures: that were read.
     """
 
     num_started: int = 0
@@ -161,6 +162,7 @@ class Counts:
     answer_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    pictures: int = 0
 
 
 class Metrics:
@@ -182,6 +184,14 @@ class Metrics:
         self._accepted_tokens = self._counter(
             "vllm:spec_decode_num_accepted_tokens", "Draft tokens that were accepted: they are tokens of answers."
         )
+        self.picture_read = self._histogram("ktransformers:picture_read_seconds", "Fetching and decoding a picture.")
+        pictures = Counter(
+            "ktransformers:pictures",
+            "Pictures of requests, by what became of them.",
+            ["model_name", "outcome"],
+            registry=self.registry,
+        )
+        self._pictures = {one: pictures.labels(**self._labels, outcome=one) for one in ("read", "left_out", "refused")}
         self._success = Counter(
             "vllm:request_success", "Answers that ended.", ["model_name", "finished_reason"], registry=self.registry
         )
@@ -192,6 +202,11 @@ class Metrics:
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, ["model_name"], registry=self.registry).labels(**self._labels)
+
+    def picture(self, outcome: str) -> None:
+        """Count a picture of a request. outcome: read, left_out or refused."""
+        self.counts.pictures += outcome == "read"
+        self._pictures[outcome].inc()
 
     def drafted(self, num_drafted: int, num_accepted: int) -> None:
         """Count draft tokens that were run, and those of them that were accepted."""

@@ -18,7 +18,7 @@ from tests.support.engines.fake_runner import byte_tokenizer
 
 ODD = {"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"$ref": "#/$defs/a"}}}
 TOOLS = (Tool(name="add", parameters={"type": "object"}), Tool(name="odd", parameters=ODD))
-HELLO = (Message(role="user", text="Hello"),)
+HELLO = (Message(role="user", content="Hello"),)
 
 
 def tokenizer_of(form: str) -> Tokenizer:

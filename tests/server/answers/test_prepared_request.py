@@ -227,7 +227,7 @@ def ask(backend: Talking, asked: ChatRequest | TextRequest, *, is_streamed: bool
 
 
 def chat_request(**fields: Any) -> ChatRequest:
-    conversation = Conversation(messages=[Message(role="user", text="hi")])
+    conversation = Conversation(messages=[Message(role="user", content="hi")])
     return ChatRequest(id=new_id("x"), model=None, sampling=Sampling(max_tokens=9), conversation=conversation, **fields)
 
 

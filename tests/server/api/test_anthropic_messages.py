@@ -252,16 +252,16 @@ def test_turns() -> None:
         {"role": "system", "content": "f"},
         system="s",
     ) == [
-        Message(role="system", text="s"),
-        Message(role="user", text="a\nD\nread me\nb"),
-        Message(role="assistant", text="c\nd", tool_calls=(PastCall(id="t1", name="add", arguments={"a": 1}),)),
-        Message(role="tool", text="T\nS\nfound", tool_call_id="t1", name="add"),
-        Message(role="user", text="e"),
-        Message(role="tool", text="", tool_call_id="t1", name="add"),
-        Message(role="user", text="<system-reminder>\nf\n</system-reminder>"),
+        Message(role="system", content="s"),
+        Message(role="user", content="a\nD\nread me\nb"),
+        Message(role="assistant", content="c\nd", tool_calls=(PastCall(id="t1", name="add", arguments={"a": 1}),)),
+        Message(role="tool", content="T\nS\nfound", tool_call_id="t1", name="add"),
+        Message(role="user", content="e"),
+        Message(role="tool", content="", tool_call_id="t1", name="add"),
+        Message(role="user", content="<system-reminder>\nf\n</system-reminder>"),
     ]
     first = turns_of({"role": "system", "content": "b"}, {"role": "user", "content": "c"}, system="a")
-    assert first == [Message(role="system", text="a\nb"), Message(role="user", text="c")]
+    assert first == [Message(role="system", content="a\nb"), Message(role="user", content="c")]
 
 
 def test_failed_calls_say_so() -> None:

@@ -410,7 +410,7 @@ def item(**fields: Any) -> dict[str, Any]:
         ({"input": "x", "tools": [{"type": "function"}]}, "tools[0].name: "),
         ({"input": "x", "tools": [{}]}, "tools[0].type"),
         ({"input": "x", "tools": [AGENTS | {"tools": [AGENTS]}]}, "tools[0].tools[0]: a namespace"),
-        (item(role="user", content=[{"type": "input_image", "image_url": "x"}]), "input[0].content[0]: images"),
+        (item(role="user", content=[{"type": "input_image", "image_url": "x"}]), "input[0].content[0].image_url"),
         (item(role="user", content=[{"type": "input_file"}]), "input[0].content[0]: files"),
         (item(role="user", content=[{"type": "hologram"}]), "'hologram'"),
         (item(role="user", content=[{"type": ["x"]}]), "input[0].content[0]: a part of type"),

@@ -179,8 +179,9 @@ NOT_THERE = {
 OTHERS = {
     # The conversation, and how it becomes a prompt.
     "add_generation_prompt", "chat_template_kwargs", "context_management", "continue_final_message", "enable_thinking",
-    "function_call", "functions", "input", "instructions", "max_completion_tokens", "messages", "parallel_tool_calls",
-    "previous_response_id", "prompt", "raw", "reasoning", "reasoning_effort", "shift", "system", "think", "tool_choice",
+    "function_call", "functions", "images", "input", "instructions", "max_completion_tokens", "messages",
+    "parallel_tool_calls", "previous_response_id", "prompt", "raw", "reasoning",
+    "reasoning_effort", "shift", "system", "think", "tool_choice",
     "tools", "truncate", "truncate_prompt_tokens", "truncation",
     # What comes back, and how.
     "best_of", "include", "model", "n", "return_speed", "return_token_ids", "store", "stream", "stream_options",

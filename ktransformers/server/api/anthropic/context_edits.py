@@ -81,9 +81,9 @@ def _without_results(messages: Sequence[Message], edit: ContextEdit, num_tokens:
     ids = {call.id for call in old.values()} - {call.id for call in calls if id(call) not in old} - {None}
     made, num_cleared = list[Message](), 0
     for message in messages:
-        if message.role == "tool" and message.tool_call_id in ids and message.text != CLEARED:
+        if message.role == "tool" and message.tool_call_id in ids and message.content != CLEARED:
             num_cleared += 1
-            message = replace(message, text=CLEARED)
+            message = replace(message, content=CLEARED)
         elif any(_is_emptied(call, edit) for call in message.tool_calls if id(call) in old):
             emptied = [
                 replace(call, arguments={}) if id(call) in old and _is_emptied(call, edit) else call

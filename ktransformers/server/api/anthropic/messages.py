@@ -14,8 +14,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from ktransformers.errors import ContextLengthError
+from ktransformers.server.answers.pictures import RequestPictures
 from ktransformers.server.answers.prepared_request import PreparedRequest
-from ktransformers.server.answers.prompts import chat_prompt, template_kwargs
+from ktransformers.server.answers.prompts import Prompt, chat_prompt, template_kwargs
 from ktransformers.server.answers.requests import ChatRequest, Conversation
 from ktransformers.server.answers.respond import respond
 from ktransformers.server.api.anthropic.context_edits import Edited, edited
@@ -47,9 +48,12 @@ async def create_message(body: MessagesBody, request: Request) -> Response:
     def read() -> ChatRequest:
         reading = read_conversation(body)
         note_unused(request, reading.ignored)
-        found = _edited(service_of(request), body, reading.conversation, body.max_tokens)
+        return read_chat(body, reading)
+
+    def edit(asked: ChatRequest) -> ChatRequest:
+        found = _edited(service_of(request), body, asked.conversation, body.max_tokens)
         applied[:] = found.applied if found is not None else ()
-        return read_chat(body, reading if found is None else replace(reading, conversation=found.conversation))
+        return asked if found is None else replace(asked, conversation=found.conversation)
 
     def writer(prepared: PreparedRequest) -> MessageWriter:
         hides_thinking = body.thinking is not None and body.thinking.display == "omitted"
@@ -57,7 +61,7 @@ async def create_message(body: MessagesBody, request: Request) -> Response:
         return MessageWriter(prepared, hides_thinking=hides_thinking, applied_edits=edits)
 
     try:
-        return await respond(request, 1, bool(body.stream), read, writer)
+        return await respond(request, 1, bool(body.stream), read, writer, edited=edit)
     except ContextLengthError as error:
         raise too_long(error) from error
 
@@ -73,7 +77,7 @@ def _edited(service: Service, body: ConversationBody, conversation: Conversation
 
     def count(one: Conversation) -> int:
         try:
-            return len(_prompt(service, one))
+            return len(_prompt(service, one).ids)
         except ContextLengthError as error:
             return error.prompt_len
 
@@ -82,7 +86,7 @@ def _edited(service: Service, body: ConversationBody, conversation: Conversation
 
 def _prompt(
     service: Service, conversation: Conversation, note_changes: Callable[[Sequence[str]], None] | None = None
-) -> list[int]:
+) -> Prompt:
     return chat_prompt(
         service.model.tokenizer,
         conversation,
@@ -93,15 +97,14 @@ def _prompt(
     )
 
 
-def _count(request: Request, body: ConversationBody) -> Response:
-    service, reading = service_of(request), read_conversation(body)
-    conversation = reading.conversation
-    note_unused(request, reading.ignored + template_kwargs(service.model.tokenizer, conversation).ignored)
+def _count(request: Request, body: ConversationBody, conversation: Conversation) -> Response:
+    service = service_of(request)
+    note_unused(request, template_kwargs(service.model.tokenizer, conversation).ignored)
     note_altered(request, conversation.altered)
     found = _edited(service, body, conversation, 0)
     try:
         made = conversation if found is None else found.conversation
-        ids = _prompt(service, made, partial(note_ignored, request.scope))
+        ids = _prompt(service, made, partial(note_ignored, request.scope)).ids
     except ContextLengthError as error:
         raise too_long(error) from error
     more = {} if found is None else {"context_management": {"original_input_tokens": found.original_len}}
@@ -113,4 +116,11 @@ async def count_tokens(body: ConversationBody, request: Request) -> Response:
     """Answer with how many tokens the prompt of a request to /v1/messages has."""
     service = service_of(request)
     service.check_model(body.model)
-    return await service.workers.run(await body_size(request), _count, request, body)
+    size, pictures = await body_size(request), RequestPictures(service)
+    reading = await service.workers.run(size, read_conversation, body)
+    note_unused(request, reading.ignored)
+    try:
+        conversation = await pictures.read(reading.conversation)
+        return await service.workers.run(size, _count, request, body, conversation)
+    finally:
+        pictures.release()

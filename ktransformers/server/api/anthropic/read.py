@@ -1,7 +1,7 @@
 """Reads Anthropic's bodies into the requests of server/answers.
 
-Turns there hold lists of blocks; chat templates want one text, calls and reasoning beside it, and a turn of the role
-`tool` for each result. Neighbouring turns of one role are one turn.
+Turns there hold lists of blocks; chat templates want texts and pictures, calls and reasoning beside them, and a turn of
+the role `tool` for each result. Neighbouring turns of one role are one turn.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from ktransformers.server.answers.constraints import constraint_of
 from ktransformers.server.answers.history import Alter, left_out, past_arguments
 from ktransformers.server.answers.requests import (
     ChatRequest,
+    Content,
     Conversation,
     Message,
+    Part,
     PastCall,
     Sampling,
     Tool,
     ToolChoice,
+    joined,
 )
 from ktransformers.server.api.anthropic.context_edits import CLEAR_THINKING, CLEAR_TOOL_USES
 from ktransformers.server.api.anthropic.schemas import (
@@ -31,6 +34,7 @@ from ktransformers.server.api.anthropic.schemas import (
     ContextEdit,
     ConversationBody,
     DocumentBlock,
+    ImageBlock,
     InputMessage,
     LeftOutBlock,
     MessagesBody,
@@ -46,6 +50,7 @@ from ktransformers.server.api.anthropic.schemas import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from ktransformers.server.api.picture_parts import sent_pictures
 
 __all__ = ["Reading", "edits_of", "read_chat", "read_conversation"]
 
@@ -76,6 +81,15 @@ class Reading:
 # The conversation.
 
 
+def _parts(block: ResultBlock | Block, place: str, alter: Alter) -> Iterator[Part]:
+    """place: of the block in the body."""
+    if isinstance(block, ImageBlock):
+        name = "messages.tool_result.image" if place.count(".content") > 1 else "messages.image"
+        yield from sent_pictures(vars(block)).at(place, name)
+    else:
+        yield _shown(block, alter)
+
+
 def _shown(block: ResultBlock | Block, alter: Alter) -> str:
     match block:
         case TextBlock():
@@ -89,7 +103,7 @@ def _shown(block: ResultBlock | Block, alter: Alter) -> str:
             return block.tool_name
         case LeftOutBlock():
             alter(f"messages.tool_result.{block.type}")
-            return left_out(block.type[:64])
+            return left_out("picture" if block.type == "image" else block.type[:64])
     raise AssertionError(block)
 
 
@@ -103,10 +117,14 @@ def _system(system: Sequence[TextBlock] | None) -> str:
     return "\n".join(text for text in shown if text)
 
 
-def _result(block: ToolResultBlock, alter: Alter) -> str:
+def _result(block: ToolResultBlock, place: str, alter: Alter) -> Content:
     """Templates know no failed calls: the text has to say it."""
-    text = _text(block.content or (), alter)
-    return f"Error: {text}" if block.is_error and "error" not in text[:64].lower() else text
+    places = ((one, f"{place}.content[{index}]") for index, one in enumerate(block.content or ()))
+    content = joined(part for one, at in places for part in _parts(one, at, alter))
+    first, *rest = (content,) if isinstance(content, str) else content
+    if not isinstance(first, str):
+        first, rest = "", [first, *rest]
+    return joined([f"Error: {first}", *rest]) if block.is_error and "error" not in first[:64].lower() else content
 
 
 class _Turns:
@@ -142,7 +160,7 @@ class _Turns:
                     texts.append(self._summary(block))
                 case _:
                     raise ConfigError(f"{at}.content[{index}]: {block.type} does not belong to the assistant's turns")
-        yield Message(role="assistant", text="".join(texts), reasoning="\n".join(thoughts), tool_calls=tuple(calls))
+        yield Message(role="assistant", content="".join(texts), reasoning="\n".join(thoughts), tool_calls=tuple(calls))
 
     def _call(self, block: ToolUseBlock) -> PastCall:
         name = block.name or ""
@@ -158,27 +176,28 @@ class _Turns:
         return block.content or ""
 
     def _user(self, blocks: Iterable[Block], at: str) -> Iterator[Message]:
-        texts: list[str] = []
+        parts: list[Part] = []
         for index, block in enumerate(blocks):
+            place = f"{at}.content[{index}]"
             match block:
-                case TextBlock() | DocumentBlock() | SearchResultBlock() | ToolReferenceBlock():
-                    texts.append(_shown(block, self.altered.append))
+                case TextBlock() | ImageBlock() | DocumentBlock() | SearchResultBlock() | ToolReferenceBlock():
+                    parts += _parts(block, place, self.altered.append)
                 case ServerBlock():
                     self._note(f"messages.{block.type}")
                 case CompactionBlock():
-                    texts.append(self._summary(block))
+                    parts.append(self._summary(block))
                 case ToolResultBlock():
-                    if texts:
-                        yield Message(role="user", text="\n".join(texts))
-                        texts = []
+                    if parts:
+                        yield Message(role="user", content=joined(parts))
+                        parts = []
                     id = block.tool_use_id or None
                     name = None if id is None else self._tool_names.get(id)
-                    text = _result(block, self.altered.append)
-                    yield Message(role="tool", text=text, tool_call_id=id, name=name)
+                    content = _result(block, place, self.altered.append)
+                    yield Message(role="tool", content=content, tool_call_id=id, name=name)
                 case _:
-                    raise ConfigError(f"{at}.content[{index}]: {block.type} does not belong to the user's turns")
-        if texts:
-            yield Message(role="user", text="\n".join(texts))
+                    raise ConfigError(f"{place}: {block.type} does not belong to the user's turns")
+        if parts:
+            yield Message(role="user", content=joined(parts))
 
     def _system(self, blocks: Iterable[Block], at: str) -> Iterator[Message]:
         """Many templates take no system turn but the first. Later ones are written as Claude Code's tools expect it."""
@@ -189,9 +208,9 @@ class _Turns:
             texts.append(block.text)
         text = "\n".join(texts)
         if self._is_begun:
-            yield Message(role="user", text=f"<system-reminder>\n{text}\n</system-reminder>")
+            yield Message(role="user", content=f"<system-reminder>\n{text}\n</system-reminder>")
         else:
-            yield Message(role="system", text=text)
+            yield Message(role="system", content=text)
 
 
 def _joined(turns: Iterable[Message]) -> Iterator[Message]:
@@ -203,7 +222,7 @@ def _joined(turns: Iterable[Message]) -> Iterator[Message]:
             continue
         yield Message(
             role=role,
-            text="\n".join(turn.text for turn in run if turn.text),
+            content=joined(part for turn in run for part in turn.parts if part),
             reasoning="\n".join(turn.reasoning for turn in run if turn.reasoning),
             tool_calls=tuple(call for turn in run for call in turn.tool_calls),
         )
@@ -214,7 +233,7 @@ def _messages(body: ConversationBody, note: Note) -> tuple[list[Message], list[s
     turns = _Turns(note)
     system = _system(body.system)
     if system:
-        turns.made.append(Message(role="system", text=system))
+        turns.made.append(Message(role="system", content=system))
     for index, message in enumerate(body.messages):
         turns.add(message, f"messages[{index}]")
     messages = list(_joined(turns.made))

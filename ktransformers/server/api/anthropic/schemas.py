@@ -16,12 +16,14 @@ from pydantic import (
     Field,
     FiniteFloat,
     Tag,
+    ValidationError,
     field_validator,
     model_validator,
 )
 
 from ktransformers.server.answers.tool_choices import read_choice
 from ktransformers.server.api.draft_fields import DraftFields
+from ktransformers.server.api.picture_parts import sent_pictures
 from ktransformers.server.api.sampler_fields import SamplerFields
 from ktransformers.server.api.whole_numbers import Whole
 
@@ -30,6 +32,7 @@ __all__ = [
     "CompactionBlock",
     "ConversationBody",
     "DocumentBlock",
+    "ImageBlock",
     "InputMessage",
     "LeftOutBlock",
     "MessagesBody",
@@ -91,6 +94,18 @@ class TextSource(_Part):
             self.type == "content" and self.content is not None
         ):
             raise ValueError("only documents of plain text are supported: send the text itself")
+        return self
+
+
+class ImageBlock(_Part):
+    """A picture: {"type": "base64", "data": ...} or {"type": "url", "url": ...} as source."""
+
+    type: Literal["image"]
+    source: dict[str, object]
+
+    @model_validator(mode="after")
+    def _has_picture(self) -> Self:
+        sent_pictures(vars(self))
         return self
 
 
@@ -167,12 +182,10 @@ class OtherBlock(_Part):
 
     @model_validator(mode="after")
     def _refuse(self) -> Self:
-        if self.type == "image":
-            raise ValueError("images are not supported: this server's models read text")
         raise ValueError(f"content of the type {self.type[:64]!r} is not supported")
 
 
-_RESULT_TYPES = ("text", "document", "search_result", "tool_reference")
+_RESULT_TYPES = ("text", "image", "document", "search_result", "tool_reference")
 _TYPES = (*_RESULT_TYPES, "thinking", "redacted_thinking", "tool_use", "tool_result", "compaction")
 _SERVER_TYPES = frozenset(
     {"server_tool_use", "mcp_tool_use", "mcp_tool_result", "container_upload", "mcp_tool_listing", "fallback"}
@@ -185,8 +198,18 @@ def _tag_in(known: tuple[str, ...], value: Any) -> str:
     return f"<{type}>" if isinstance(type, str) and type in known else "<other>"
 
 
+def _is_picture(value: object) -> bool:
+    try:
+        ImageBlock.model_validate(value)
+    except ValidationError:
+        return False
+    return True
+
+
 def _result_tag(value: Any) -> str:
     tag = _tag_in(_RESULT_TYPES, value)
+    if isinstance(value, dict) and tag == "<image>":
+        return tag if _is_picture(value) else "<other>"
     source = value.get("source") if isinstance(value, dict) and tag == "<document>" else None
     is_text = not isinstance(source, dict) or source.get("type") in ("text", "content")
     return tag if is_text else "<other>"
@@ -204,6 +227,7 @@ def _tag(value: Any) -> str:
 
 ResultBlock = Annotated[
     Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ImageBlock, Tag("<image>")]
     | Annotated[DocumentBlock, Tag("<document>")]
     | Annotated[SearchResultBlock, Tag("<search_result>")]
     | Annotated[ToolReferenceBlock, Tag("<tool_reference>")]
@@ -228,6 +252,7 @@ class ToolResultBlock(_Part):
 
 Block = Annotated[
     Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ImageBlock, Tag("<image>")]
     | Annotated[DocumentBlock, Tag("<document>")]
     | Annotated[SearchResultBlock, Tag("<search_result>")]
     | Annotated[ToolReferenceBlock, Tag("<tool_reference>")]

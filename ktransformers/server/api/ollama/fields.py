@@ -74,7 +74,7 @@ GENERATE: FieldTable = {
     "raw": honour(False),
     "template": refuse("raw: true with the whole prompt, or start the server with another chat template", ""),
     "suffix": refuse("prompt alone", ""),
-    "images": refuse("text alone", []),
+    "images": honour([]),
     "context": refuse("/api/chat with messages", []),
 }
 """POST /api/generate."""
@@ -88,6 +88,7 @@ EMBED: FieldTable = {
     "input": honour(),
     "truncate": honour(),
     "dimensions": honour(0),
+    "images": refuse("input as text", []),
 }
 """POST /api/embed."""
 

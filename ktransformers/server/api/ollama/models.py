@@ -122,7 +122,7 @@ def _capabilities(model: ModelInfo) -> list[str]:
     tokenizer = model.tokenizer
     has_tools = tokenizer.has_tool_calls
     thinks = tokenizer.has_vocabulary and knows_thinking(tokenizer)
-    return ["completion", *["tools"] * has_tools, *["thinking"] * thinks]
+    return ["completion", *["tools"] * has_tools, *["thinking"] * thinks, *["vision"] * ("image" in model.modalities)]
 
 
 @router.get("/api/version")

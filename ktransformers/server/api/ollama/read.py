@@ -13,12 +13,15 @@ from ktransformers.server.answers.constraints import constraint_of
 from ktransformers.server.answers.history import Alter, left_out, past_arguments, result_text
 from ktransformers.server.answers.requests import (
     ChatRequest,
+    Content,
     Conversation,
     Message,
     PastCall,
     Sampling,
     TextRequest,
     Tool,
+    UnreadPicture,
+    joined,
     new_id,
 )
 from ktransformers.server.api.ollama.names import plain_name
@@ -49,7 +52,7 @@ def knows_thinking(tokenizer: Tokenizer) -> bool:
 
 def is_load(body: ChatBody | GenerateBody) -> bool:
     """Whether a body asks for no answer, only that the model be loaded or unloaded."""
-    return not (body.messages if isinstance(body, ChatBody) else body.prompt)
+    return not (body.messages if isinstance(body, ChatBody) else body.prompt or body.images)
 
 
 def chat_request(service: Service, body: ChatBody, ignored: list[str]) -> ChatRequest:
@@ -66,8 +69,9 @@ def chat_request(service: Service, body: ChatBody, ignored: list[str]) -> ChatRe
 def generate_request(service: Service, body: GenerateBody, ignored: list[str]) -> ChatRequest | TextRequest:
     """Read a body of /api/generate into a request, with the prompt as the one turn of a conversation, or raw."""
     if not body.raw:
-        messages = [Message(role="system", text=body.system)] if body.system else []
-        return _chat(service, body, [*messages, Message(role="user", text=body.prompt)], [], ignored)
+        messages = [Message(role="system", content=body.system)] if body.system else []
+        asked = Message(role="user", content=joined([*_pictures(body.images, "images", "images"), body.prompt]))
+        return _chat(service, body, [*messages, asked], [], ignored)
     if body.think is not None:
         ignored.append("think")
     return TextRequest(
@@ -114,8 +118,8 @@ def _messages(bodies: list[PastMessage], alter: Alter) -> list[Message]:
     made: list[Message] = []
     waiting: list[PastCall] = []  # for their results
     num_calls = 0
-    for body in bodies:
-        message = _message(body, alter)
+    for index, body in enumerate(bodies):
+        message = _message(body, f"messages[{index}]", alter)
         if message.tool_calls:
             waiting = [
                 replace(call, id=call.id or f"call{num_calls + i:05}") for i, call in enumerate(message.tool_calls)
@@ -130,10 +134,10 @@ def _messages(bodies: list[PastMessage], alter: Alter) -> list[Message]:
     return made
 
 
-def _message(message: PastMessage, alter: Alter) -> Message:
+def _message(message: PastMessage, place: str, alter: Alter) -> Message:
     return Message(
         role=message.role,
-        text=_text(message, alter),
+        content=_content(message, place, alter),
         reasoning=message.thinking or "",
         name=message.tool_name or message.name,
         tool_call_id=message.tool_call_id,
@@ -148,14 +152,21 @@ def _message(message: PastMessage, alter: Alter) -> Message:
     )
 
 
-def _text(message: PastMessage, alter: Alter) -> str:
-    """The content, with a word for each image that a tool's result has beside it."""
+def _content(message: PastMessage, place: str, alter: Alter) -> Content:
+    """The pictures, and behind them the text: as Ollama shows them to models. Of a tool's result, those of them that
+    are texts.
+    """
     content = "" if message.content is None else message.content
     text = content if isinstance(content, str) else result_text(content, "messages.content", alter)
-    if not message.images:
-        return text
-    alter("messages.images")
-    return "\n".join(filter(None, (text, *(left_out("image") for _ in message.images))))
+    images = [image for image in message.images or () if isinstance(image, str)]
+    wrong = [left_out("picture")] * (len(message.images or ()) - len(images))
+    if wrong:
+        alter("messages.images")
+    return joined([*_pictures(images, f"{place}.images", "messages.images"), *filter(None, (text, *wrong))])
+
+
+def _pictures(images: Sequence[str], place: str, name: str) -> list[UnreadPicture]:
+    return [UnreadPicture(source=image, place=f"{place}[{index}]", name=name) for index, image in enumerate(images)]
 
 
 def _thinking(tokenizer: Tokenizer, think: bool | str | None, ignored: list[str]) -> tuple[dict[str, Any], str | None]:

@@ -174,7 +174,9 @@ class PastCallBody(_Model):
 
 
 class PastMessage(_Model):
-    """A turn of a conversation. The role goes to the chat template as it is. tool_name: whose result this is."""
+    """A turn of a conversation. The role goes to the chat template as it is. images: base64. tool_name: whose result
+    this is.
+    """
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: Any = None
@@ -191,8 +193,8 @@ class PastMessage(_Model):
             return self
         if self.content is not None and not isinstance(self.content, str):
             raise ValueError("content must be a text")
-        if self.images:
-            raise ValueError("images are not supported: this server reads text alone")
+        if self.images and not all(isinstance(image, str) for image in self.images):
+            raise ValueError("images must be texts: the pictures as base64")
         return self
 
 
@@ -219,14 +221,19 @@ class ChatBody(AnswerBody):
 
 
 class GenerateBody(AnswerBody):
-    """The body of POST /api/generate. raw: the prompt as it is, without chat template. Without a prompt: as chat."""
+    """The body of POST /api/generate. raw: the prompt as it is, without chat template. images: base64. Without a
+    prompt: as chat.
+    """
 
     prompt: str = ""
     system: str = ""
     raw: bool = False
+    images: Annotated[list[str], Field(fail_fast=True)] = []
 
     @model_validator(mode="after")
     def _raw_has_no_turns(self) -> GenerateBody:
+        if self.raw and self.images:
+            raise ValueError("images have no place in a raw prompt: the chat template writes them; leave raw out")
         if self.raw and self.system:
             raise ValueError("system has no place in a raw prompt: write it into the prompt, or leave raw out")
         return self

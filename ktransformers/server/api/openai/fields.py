@@ -111,7 +111,7 @@ def _samplers(value: Any) -> Mapping[str, Any]:
 _OTHER_PROMPTS = (
     "prompt_embeds", "input_embeds", "inputs_embeds", "input_ids", "prompt_token_ids", "instruction", "instructions",
     "system", "system_prompt", "input", "inputs", "images", "image_data", "audio_data", "video_data",
-    "multi_modal_data", "tool_prompt",
+    "multi_modal_data", "multimodal_data", "tool_prompt",
 )  # fmt: skip
 
 

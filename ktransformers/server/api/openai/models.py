@@ -28,6 +28,7 @@ def _describe(service: Service, name: str) -> dict[str, Any]:
         "owned_by": "ktransformers",
         "root": service.model_names[0],
         "max_model_len": service.shown_model.max_len,
+        "architecture": {"input_modalities": service.shown_model.modalities, "output_modalities": ["text"]},
     }
 
 

@@ -1,7 +1,7 @@
 """Reads OpenAI's bodies into the requests of server/answers. Knows no model.
 
-Two forms differ from what chat templates want: content parts (templates want one text) and the arguments of earlier
-tool calls (JSON as text here, an object there).
+Two forms differ from what chat templates want: content parts (neighbouring texts are one there) and the arguments of
+earlier tool calls (JSON as text here, an object there).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ktransformers.server.answers.requests import (
     TextRequest,
     Tool,
     ToolChoice,
+    joined,
     new_id,
 )
 from ktransformers.server.api.openai.schemas import (
@@ -77,11 +78,12 @@ def _calls(message: ChatMessage, alter: Alter) -> list[PastCall]:
     return calls
 
 
-def _message(message: ChatMessage, alter: Alter) -> Message:
+def _message(message: ChatMessage, place: str, alter: Alter) -> Message:
     content = message.content
     parts = content if isinstance(content, list) else ()
     thoughts = "\n".join(part.content for part in parts if part.is_reasoning)
-    text = "\n".join(part.content for part in parts if not part.is_reasoning)
+    places = ((part, f"{place}.content[{index}]") for index, part in enumerate(parts) if not part.is_reasoning)
+    shown = joined(one for part, at in places for one in part.parts(at))
     for part in parts:
         if part.left_out is not None:
             alter(f"messages.content.{part.left_out}")
@@ -89,7 +91,7 @@ def _message(message: ChatMessage, alter: Alter) -> Message:
         alter("messages.content")
     return Message(
         role="tool" if message.role == "function" else message.role,
-        text=(content if isinstance(content, str) else text) or message.refusal or "",
+        content=(content if isinstance(content, str) else shown) or message.refusal or "",
         reasoning=message.reasoning_content or message.reasoning or thoughts,
         name=message.name,
         tool_call_id=message.tool_call_id,
@@ -98,7 +100,7 @@ def _message(message: ChatMessage, alter: Alter) -> Message:
 
 
 def _messages(messages: Sequence[ChatMessage], alter: Alter) -> list[Message]:
-    return [_message(message, alter) for message in messages]
+    return [_message(message, f"messages[{index}]", alter) for index, message in enumerate(messages)]
 
 
 def _functions(functions: Iterable[FunctionDefinition]) -> list[Tool]:

@@ -15,7 +15,7 @@ from ktransformers.server.answers.respond import Writer
 from ktransformers.server.api.openai.schemas import GenerationFields
 from ktransformers.server.responses import error_body, json_bytes
 
-__all__ = ["OpenAIWriter", "drafts_of"]
+__all__ = ["OpenAIWriter", "drafts_of", "image_tokens_of"]
 
 Fields = dict[str, Any]
 """A part of the JSON that is sent."""
@@ -91,11 +91,20 @@ class OpenAIWriter(Writer):
         if has_usage:
             usage = {"usage": self._usage()}
         elif self._is_in_all:
-            usage = {"usage": _usage(replace(self.prepared.usage(), completion_len=self._num_sent), self._with_speed)}
+            usage = {"usage": self._usage(self._num_sent)}
         return _sse(self._head(self.chunk_kind) | {"choices": [choice]} | usage)
 
-    def _usage(self) -> Fields:
-        return _usage(self.prepared.usage(), self._with_speed)
+    def _usage(self, num_sent: int | None = None) -> Fields:
+        """num_sent: tokens of the answers; None: as many as were computed."""
+        stats = self.prepared.usage()
+        usage = _usage(stats if num_sent is None else replace(stats, completion_len=num_sent), self._with_speed)
+        usage["prompt_tokens_details"] |= image_tokens_of(self.prepared)
+        return usage
+
+
+def image_tokens_of(prepared: PreparedRequest) -> Fields:
+    """Return the count of the prompt's positions that show pictures, where there are some."""
+    return {"image_tokens": prepared.num_image_tokens} if prepared.num_image_tokens else {}
 
 
 def drafts_of(stats: GenerationStats) -> Fields:

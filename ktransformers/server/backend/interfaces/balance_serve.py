@@ -43,6 +43,7 @@ from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerSta
 from ktransformers.server.backend.balance_stats import BalanceStats
 from ktransformers.server.backend.base import BackendInterfaceBase, GenerationRequest, ModelInfo, deadline_error
 from ktransformers.server.backend.events import MAX_UNREAD_EVENTS, EventBuffer
+from ktransformers.server.backend.pictures import PictureSupport, picture_support
 from ktransformers.server.backend.profiler import ProfileConfig, Profiler
 from ktransformers.server.backend.replayed_events import replayed_events
 from ktransformers.server.backend.timeline import Chunk
@@ -122,6 +123,7 @@ class BalanceServeInterface(BackendInterfaceBase):
         self._config, self._max_unread, self._clock = config, max_unread, clock
         self._supervisor: Supervisor | None = None
         self._model: ModelInfo | None = None
+        self._pictures: PictureSupport | None = None
         self._facts: EngineFacts | None = None
         self._experts: dict[int, list[int]] = {}  # rows of each expert, by layer
         self._streams: dict[str, _Stream] = {}
@@ -134,14 +136,18 @@ class BalanceServeInterface(BackendInterfaceBase):
     @override
     async def start(self, progress: Progress | None = None) -> None:
         described, files = await asyncio.to_thread(_described, self._config.engine)
-        self._supervisor = Supervisor(self._config, self._on_news, files, self._clock)
+        self._pictures = await asyncio.to_thread(picture_support, self._config.engine)
+        config = replace(self._config, engine=self._pictures.config)
+        self._supervisor = Supervisor(config, self._on_news, files, self._clock)
         facts = await self._supervisor.start(progress)
         engine = self._config.engine
         embeddings = embedding_form(described.card.pooling_type, engine.model_path, engine.gguf_path)
         self._facts = facts
         self._watching = asyncio.create_task(self._watch(self._supervisor))
         await self._profiler.begin()  # before any request is let in
-        self._model = replace(_model_info(described, facts), embeddings=embeddings)
+        await asyncio.to_thread(self._pictures.attach, described.tokenizer)
+        model = replace(_model_info(described, facts), embeddings=embeddings)
+        self._model = model.with_pictures(self._pictures)
 
     @override
     @property
@@ -322,6 +328,8 @@ class BalanceServeInterface(BackendInterfaceBase):
     async def _end_processes(self) -> None:
         if self._supervisor is not None:
             await self._supervisor.close()
+        if self._pictures is not None:
+            await asyncio.to_thread(self._pictures.close)
 
 
 def _commands(requests: Sequence[GenerationRequest], suspended: Container[str] = ()) -> Iterator[Add]:

@@ -13,6 +13,7 @@ from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.model.checks import check_tokenizer
 from ktransformers.engine.sequence.profiled import model_meta
 from ktransformers.server.backend.interfaces.transformers import LoadedLoop, TransformersInterface
+from ktransformers.server.backend.pictures import picture_support
 
 __all__ = ["KTransformersInterface"]
 
@@ -31,8 +32,15 @@ class KTransformersInterface(TransformersInterface):
     @override
     def _load(self, progress: Progress) -> LoadedLoop:
         check_tokenizer(self._config)
-        loop = open_loop(self._config, lambda report: build_engine(self._config, report), progress, None, self.name)
+        pictures = picture_support(self._config)
+        config = pictures.config
+        try:
+            loop = open_loop(config, lambda report: build_engine(config, report), progress, None, self.name)
+        except BaseException:
+            pictures.close()
+            raise
         loaded = LoadedLoop.of(loop, model_meta(loop.engine, self.name))
         identified = loop.engine.identified
         model = replace(loaded.model, digest=identified.sampled.digest, weights=identified.weights.states)
-        return replace(loaded, model=model)
+        pictures.attach(model.tokenizer)
+        return replace(loaded, model=model.with_pictures(pictures), pictures=pictures)

@@ -47,6 +47,7 @@ from ktransformers.server.backend.base import (
     deadline_error,
 )
 from ktransformers.server.backend.events import EventBuffer
+from ktransformers.server.backend.pictures import PictureSupport
 from ktransformers.server.backend.profiler import ProfileConfig, Profiler
 from ktransformers.server.backend.replayed_events import replayed_events
 from ktransformers.server.backend.timeline import ChunkClock
@@ -59,11 +60,12 @@ _STOPPED = "the server was stopped while the model was loading"
 
 @dataclass(frozen=True, slots=True)
 class LoadedLoop:
-    """A loaded model: its facts, the loop that answers, and the facts for profiles."""
+    """A loaded model: its facts, the loop that answers, the facts for profiles, and what its pictures need."""
 
     model: ModelInfo
     loop: BatchLoop[LoopEngine]
     profiled: ProfileMeta = field(default_factory=lambda: ProfileMeta(backend="", version=__version__))
+    pictures: PictureSupport | None = None
 
     @classmethod
     def of(cls, loop: BatchLoop[LoopEngine], profiled: ProfileMeta) -> LoadedLoop:
@@ -83,6 +85,7 @@ class LoadedLoop:
             card=described.card,
             max_drafts=loop.config.max_drafts,
             drafter=loop.config.drafter,
+            no_pictures="the transformers backend runs the text model alone, balance_serve reads them",
         )
         return cls(model, loop, profiled)
 
@@ -358,4 +361,7 @@ class TransformersInterface(BackendInterfaceBase):
             return
         await asyncio.wait([self._loading])
         if not self._loading.cancelled() and self._loading.exception() is None:
-            await asyncio.to_thread(self._loading.result().loop.close)
+            loaded = self._loading.result()
+            await asyncio.to_thread(loaded.loop.close)
+            if loaded.pictures is not None:
+                await asyncio.to_thread(loaded.pictures.close)

@@ -10,16 +10,18 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.errors import ConfigError, FieldError, UnsupportedError
 from ktransformers.server.answers.custom_tools import CUSTOM_INPUT
 from ktransformers.server.answers.history import is_arguments, left_out, past_arguments, result_text
-from ktransformers.server.answers.requests import Message, PastCall
+from ktransformers.server.answers.requests import Content, Message, Part, PastCall, joined
 from ktransformers.server.api.openai.responses.tools import shown_name
+from ktransformers.server.api.picture_parts import PICTURE_TYPES, sent_pictures
 
 __all__ = ["Turns", "answered_calls", "kind_of", "sealed", "unsealed"]
 
@@ -28,8 +30,6 @@ _MAX_SEALED = 4 << 20
 
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 _REFUSED_PARTS = {
-    "input_image": "images are not supported; describe them in text",
-    "computer_screenshot": "images are not supported; describe them in text",
     "input_file": "files are not supported; send their text as input_text",
     "input_audio": "audio is not supported; send a transcript as input_text",
 }
@@ -132,22 +132,35 @@ def answered_calls(items: Iterable[Mapping[str, Any]]) -> frozenset[str]:
     return frozenset(id for id in ids if isinstance(id, str))
 
 
-def _text(content: str | Iterable[Mapping[str, Any]] | None, at: str) -> str:
-    """Parts are joined with line breaks, as in chat completions."""
+def _content(content: str | Iterable[Mapping[str, Any]] | None, at: str) -> Content:
+    """Neighbouring texts are joined with line breaks, as in chat completions."""
     if content is None or isinstance(content, str):
         return content or ""
-    texts = []
+    parts: list[Part] = []
     for index, part in enumerate(content):
-        kind = str(part.get("type"))
+        kind, place = str(part.get("type")), f"{at}[{index}]"
         text = part.get("refusal" if kind == "refusal" else "text")
         if kind in _REFUSED_PARTS:
-            raise UnsupportedError(f"{at}[{index}]: {_REFUSED_PARTS[kind]}")
+            raise UnsupportedError(f"{place}: {_REFUSED_PARTS[kind]}")
+        if kind in PICTURE_TYPES:
+            try:
+                parts += sent_pictures(part).at(place, f"input.message.{kind}")
+            except ValueError as error:
+                raise FieldError(f"{place}.{error}", place) from error
+            continue
         if kind not in _TEXT_PARTS and kind != "refusal":
-            raise UnsupportedError(f"{at}[{index}]: a part of type {kind[:64]!r} is not supported")
+            raise UnsupportedError(f"{place}: a part of type {kind[:64]!r} is not supported")
         if not isinstance(text, str):
-            raise ConfigError(f"{at}[{index}].text must be a string")
-        texts.append(text)
-    return "\n".join(texts)
+            raise ConfigError(f"{place}.text must be a string")
+        parts.append(text)
+    return joined(parts)
+
+
+def _text(content: Iterable[Mapping[str, Any]] | None, at: str) -> str:
+    found = _content(content, at)
+    if not isinstance(found, str):
+        raise ConfigError(f"{at}: pictures do not belong there")
+    return found
 
 
 def _read(model: type[_Item], item: Mapping[str, Any], at: str) -> Any:
@@ -172,7 +185,7 @@ class Turns:
     ignored: dict[str, None] = field(default_factory=dict)
     altered: dict[str, None] = field(default_factory=dict)
     _reasoning: str = ""
-    _text: str | None = None
+    _said: Content | None = None
     _calls: list[PastCall] = field(default_factory=list)
     _names: dict[str, str] = field(default_factory=dict)  # of the calls, by their ids
 
@@ -198,30 +211,34 @@ class Turns:
             case "shell":
                 self._add_call(read.call_id or read.id, "local_shell", read.action)
             case "output":
-                self._add_output(read.call_id or read.id, self._output(read.output, f"input.{kind}.output"))
+                shown = self._output(read.output, f"input.{kind}.output", f"{at}.output")
+                self._add_output(read.call_id or read.id, shown)
             case "reasoning":
                 self._add_reasoning(read, at)
 
     def end(self) -> list[Message]:
         """End the last turn, and return all turns."""
-        if self._reasoning or self._text is not None or self._calls:
+        if self._reasoning or self._said is not None or self._calls:
             self.messages.append(
                 Message(
-                    role="assistant", text=self._text or "", reasoning=self._reasoning, tool_calls=tuple(self._calls)
+                    role="assistant",
+                    content=self._said or "",
+                    reasoning=self._reasoning,
+                    tool_calls=tuple(self._calls),
                 )
             )
-        self._reasoning, self._text, self._calls = "", None, []
+        self._reasoning, self._said, self._calls = "", None, []
         return self.messages
 
     def _add_message(self, item: _MessageItem, at: str) -> None:
-        text = _text(item.content, f"{at}.content")
+        content = _content(item.content, f"{at}.content")
         if item.role != "assistant":
             self.end()
-            self.messages.append(Message(role=item.role, text=text))
+            self.messages.append(Message(role=item.role, content=content))
             return
-        if self._text is not None or self._calls:
+        if self._said is not None or self._calls:
             self.end()
-        self._text = text
+        self._said = content
 
     def _alter(self, name: str) -> None:
         self.altered[name] = None
@@ -247,33 +264,39 @@ class Turns:
             text = result_text(text, "input.custom_tool_call.input", self._alter)
         self._add_call(item.call_id or item.id, shown_name(item.name or "", item.namespace), {CUSTOM_INPUT: text})
 
-    def _output(self, output: Any, field: str) -> str:
-        """A result is refused for nothing that it holds: it comes back in each further turn."""
+    def _output(self, output: Any, field: str, at: str) -> Content:
+        """A result is refused for nothing that it holds: it comes back in each further turn. at: its place."""
         if output is None or isinstance(output, str):
             return output or ""
         if not isinstance(output, list) or not all(isinstance(part, dict) and "type" in part for part in output):
             return result_text(output, field, self._alter)
-        texts = []
-        for part in output:
+        parts: list[Part] = []
+        for index, part in enumerate(output):
             text, kind = part.get("refusal" if part["type"] == "refusal" else "text"), str(part["type"])
+            shown = kind.removeprefix("input_")
+            if kind in PICTURE_TYPES:
+                text, shown = None, "picture"
+                with suppress(ValueError):
+                    parts += sent_pictures(part).at(f"{at}[{index}]", f"{field}.{kind}")
+                    continue
             if not isinstance(text, str):
                 self._alter(f"{field}.{kind}")
-                text = left_out(kind.removeprefix("input_"))
-            texts.append(text)
-        return "\n".join(texts)
+                text = left_out(shown)
+            parts.append(text)
+        return joined(parts)
 
     def _add_call(self, call_id: str | None, name: str, arguments: Mapping[str, Any]) -> None:
         if call_id is not None:
             self._names[call_id] = name
         self._calls.append(PastCall(id=call_id, name=name, arguments=arguments))
 
-    def _add_output(self, call_id: str | None, text: str) -> None:
+    def _add_output(self, call_id: str | None, content: Content) -> None:
         self.end()
         name = None if call_id is None else self._names.get(call_id)
-        self.messages.append(Message(role="tool", text=text, name=name, tool_call_id=call_id))
+        self.messages.append(Message(role="tool", content=content, name=name, tool_call_id=call_id))
 
     def _add_reasoning(self, item: _ReasoningItem, at: str) -> None:
-        if self._text is not None or self._calls:
+        if self._said is not None or self._calls:
             self.end()
         text = _text(item.content, f"{at}.content") or _text(item.summary, f"{at}.summary")
         if not text and item.encrypted_content:

@@ -18,6 +18,7 @@ from ktransformers.server.answers.requests import (
     Sampling,
     ToolChoice,
     derived_id,
+    joined,
 )
 from ktransformers.server.api.openai.responses.earlier import Earlier
 from ktransformers.server.api.openai.responses.items import Turns, answered_calls, kind_of
@@ -213,9 +214,9 @@ def _with_instructions(instructions: str | None, messages: list[Message]) -> lis
     leading = list(takewhile(lambda message: message.role in ("system", "developer"), messages))
     if not instructions and len(leading) < 2:
         return messages
-    texts = [instructions, *(message.text for message in leading)]
+    parts = [instructions, *(part for message in leading for part in message.parts)]
     role = "system" if instructions else leading[0].role
-    return [Message(role=role, text="\n\n".join(filter(None, texts))), *messages[len(leading) :]]
+    return [Message(role=role, content=joined(filter(None, parts), "\n\n")), *messages[len(leading) :]]
 
 
 def _listed(item: dict[str, Any], response_id: str, index: int) -> dict[str, Any]:

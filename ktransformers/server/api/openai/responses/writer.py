@@ -14,7 +14,7 @@ from ktransformers.server.api.openai.logprobs import chat_logprobs
 from ktransformers.server.api.openai.responses.output import Fields, Output, OutputOptions
 from ktransformers.server.api.openai.responses.read import Exchange
 from ktransformers.server.api.openai.responses.store import KeptResponse, Turn
-from ktransformers.server.api.openai.writer import drafts_of
+from ktransformers.server.api.openai.writer import drafts_of, image_tokens_of
 from ktransformers.server.responses import error_body, json_bytes
 
 __all__ = ["ResponsesWriter"]
@@ -157,7 +157,11 @@ class ResponsesWriter(Writer):
     def _usage(self, stats: GenerationStats) -> Fields:
         return {
             "input_tokens": stats.prompt_len,
-            "input_tokens_details": {"cached_tokens": stats.cached_len, "cache_write_tokens": 0},
+            "input_tokens_details": {
+                "cached_tokens": stats.cached_len,
+                "cache_write_tokens": 0,
+                **image_tokens_of(self._prepared),
+            },
             "output_tokens": stats.completion_len,
             "output_tokens_details": {
                 "reasoning_tokens": self._output.num_reasoning_tokens,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
 from ktransformers.server.answers.history import left_out
+from ktransformers.server.answers.requests import Part
 from ktransformers.server.api.openai.schemas.base import History
+from ktransformers.server.api.picture_parts import PICTURE_TYPES, sent_pictures
 
 __all__ = [
     "AllowedToolsChoice",
@@ -28,36 +31,64 @@ _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal"
 """Types of parts that are text, and the field that holds it."""
 
 _MEDIA = {
-    "image": "images",
-    "input_image": "images",
-    "image_url": "images",
     "input_audio": "audio",
     "audio": "audio",
     "audio_url": "audio",
-    "video_url": "videos",
-    "video": "videos",
     "file": "files",
     "input_file": "files",
 }
 
 
 class ContentPart(History):
-    """A part of the content of a message. left_out: what a tool's result had in its place."""
+    """A part of the content of a message: a text, or pictures, which have several shapes (api/picture_parts.py).
+
+    left_out: what a tool's result had in its place.
+    """
 
     type: str
     text: str | None = None
     refusal: str | None = None
     thinking: str | None = None
     left_out: str | None = None
+    image_url: object = None
+    detail: object = None
+    source: object = None
+    image: object = None
+    data: object = None
+    url: object = None
+    video: object = None
+    video_url: object = None
+    file_id: object = None
 
     @field_validator("type")
     @classmethod
-    def _is_text(cls, type: str) -> str:
+    def _is_known(cls, type: str) -> str:
         if type in _MEDIA:
-            raise ValueError(f"no support for {_MEDIA[type]}: this server's models read text; send parts of type text")
-        if type not in _TEXTS:
-            raise ValueError(f"parts are of type text, got {type[:40]!r}")
+            raise ValueError(
+                f"no support for {_MEDIA[type]}: models read text and pictures here; send parts of type text or "
+                "image_url"
+            )
+        if type not in _TEXTS and type not in PICTURE_TYPES:
+            raise ValueError(f"parts are of type text or image_url, got {type[:40]!r}")
         return type
+
+    @model_validator(mode="after")
+    def _has_picture(self) -> ContentPart:
+        if self.has_pictures:
+            sent_pictures(vars(self))
+        return self
+
+    @property
+    def has_pictures(self) -> bool:
+        """Whether this part is a picture, or the frames of a video."""
+        return self.type in PICTURE_TYPES
+
+    def parts(self, place: str) -> Iterator[Part]:
+        """Yield the text or the pictures of this part, which is no reasoning. place: in the body."""
+        if self.has_pictures:
+            yield from sent_pictures(vars(self)).at(place, f"messages.content.{self.type}")
+        else:
+            yield self.content
 
     @property
     def is_reasoning(self) -> bool:
@@ -66,7 +97,7 @@ class ContentPart(History):
 
     @property
     def content(self) -> str:
-        """The text of this part."""
+        """The text of a part without pictures."""
         return str(getattr(self, _TEXTS[self.type]) or "")
 
 
@@ -142,9 +173,18 @@ class ChatMessage(History):
 
 def _as_text(part: dict[str, Any]) -> dict[str, Any]:
     kind = part["type"]
+    shown = str(kind)[:64]
     if kind in _TEXTS:
         return part
-    shown = _MEDIA[kind].removesuffix("s") if isinstance(kind, str) and kind in _MEDIA else str(kind)[:64]
+    if isinstance(kind, str) and kind in PICTURE_TYPES:
+        try:
+            ContentPart.model_validate(part)
+        except ValidationError:
+            shown = "picture"
+        else:
+            return part
+    elif isinstance(kind, str) and kind in _MEDIA:
+        shown = _MEDIA[kind].removesuffix("s")
     return {"type": "text", "text": left_out(shown), "left_out": str(kind)}
 
 

@@ -1,0 +1,105 @@
+"""The pictures of a served model: who reads them, and whose files they are. The seam to `media/` and to towers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+from ktransformers.config import EngineConfig
+from ktransformers.media.picture import PictureReader
+from ktransformers.tokenizer import Tokenizer
+
+__all__ = ["NO_TOWER", "PictureFiles", "PictureSupport", "ServedPictures", "picture_support", "why_text_only"]
+
+NO_TOWER = "its files hold no tower for pictures"
+"""Why a model reads text only, where nobody knows better."""
+
+
+class PictureFiles(Protocol):
+    """The store of pictures that were read, as the server sees it."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder that engines find them in: EngineConfig.picture_folder."""
+        ...
+
+    def has(self, digest: bytes) -> bool:
+        """Whether a picture is there, and stays for the moment."""
+        ...
+
+
+class ServedPictures(PictureReader, Protocol):
+    """Reads the pictures of a served model, and knows the store that its engine finds them in."""
+
+    @property
+    def store(self) -> PictureFiles:
+        """The store of what was read."""
+        ...
+
+    def hold(self, digests: Iterable[bytes]) -> None:
+        """Keep the files of these pictures until they are released as often."""
+        ...
+
+    def release(self, digests: Iterable[bytes]) -> None:
+        """Take a `hold` back."""
+        ...
+
+
+class PictureSupport(Protocol):
+    """What a model that is to be loaded needs to read pictures: a store for its engine, then a reader.
+
+    Made before the engine is, for `config` names the store's folder to it.
+    """
+
+    @property
+    def config(self) -> EngineConfig:
+        """What the engine is to be built of."""
+        ...
+
+    @property
+    def why_not(self) -> str | None:
+        """Why the model reads text only; None: it reads pictures."""
+        ...
+
+    @property
+    def reader(self) -> ServedPictures | None:
+        """Who reads pictures, once `attach` was called; None: nobody."""
+        ...
+
+    def attach(self, tokenizer: Tokenizer) -> None:
+        """Take the tokenizer of the loaded model, and have it take pictures."""
+        ...
+
+    def close(self) -> None:
+        """End the process that decodes, and delete the store unless its folder was given. Safe to call twice."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _TextOnly:
+    """The support of a model without eyes."""
+
+    config: EngineConfig
+    why_not: str
+    reader: ClassVar[None] = None
+
+    def attach(self, tokenizer: Tokenizer) -> None:
+        """Leave the tokenizer as it is: there are no pictures."""
+
+    def close(self) -> None:
+        """Close nothing: there is no store."""
+
+
+def why_text_only(config: EngineConfig) -> str | None:
+    """Return why a model reads text only, by its files; None: it reads pictures."""
+    return NO_TOWER
+
+
+def picture_support(config: EngineConfig) -> PictureSupport:
+    """Return what a model needs to read pictures. Blocks.
+
+    config.picture_folder: where the store outlives the server; None: in a private folder that `close` deletes.
+    """
+    return _TextOnly(config, why_text_only(config) or NO_TOWER)
