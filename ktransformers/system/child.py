@@ -24,6 +24,7 @@ from ktransformers import errors
 from ktransformers.errors import EngineError, KTransformersError
 
 __all__ = [
+    "FRAME_HEADER",
     "PARENTS_SIGNALS",
     "become",
     "end_with_pipe",
@@ -40,18 +41,18 @@ PARENTS_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _LOWEST_PRIORITY = 19
-_HEADER = struct.Struct("<I")
+FRAME_HEADER = struct.Struct("<I")
 
 
 def framed(data: bytes) -> bytes:
     """Return the options in the frame that `read_frame` expects on standard input."""
-    return _HEADER.pack(len(data)) + data
+    return FRAME_HEADER.pack(len(data)) + data
 
 
 def read_frame(pipe: IO[bytes]) -> bytes | None:
     """Wait for the options on standard input and return them; None when the parent is gone."""
-    header = pipe.read(_HEADER.size)
-    return pipe.read(_HEADER.unpack(header)[0]) if len(header) == _HEADER.size else None
+    header = pipe.read(FRAME_HEADER.size)
+    return pipe.read(FRAME_HEADER.unpack(header)[0]) if len(header) == FRAME_HEADER.size else None
 
 
 def end_with_pipe(pipe: IO[bytes], parent_pid: int) -> None:

@@ -16,10 +16,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.system.asked_process import AnswerTimeout
 from ktransformers.tokenizer.answer_parser import AnswerParser, parser_of
 from ktransformers.tokenizer.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, token_bytes_of
 from ktransformers.tokenizer.grammars import Grammars
-from ktransformers.tokenizer.pattern_limits import PatternTimeout, TimedEncoder, why_not_trusted
+from ktransformers.tokenizer.pattern_limits import TimedEncoder, why_not_trusted
 from ktransformers.tokenizer.reasoning import REASONING_TAGS, open_thoughts
 from ktransformers.tokenizer.recognition import (
     AnswerFormat,
@@ -169,7 +170,7 @@ class Tokenizer:
             return list(encode([text], add_special_tokens=add_special_tokens)[0].ids)
         except BaseException as error:
             # What panics in Rust is no Exception, so that nobody takes it for one; here it is about this text alone.
-            if not isinstance(error, PatternTimeout) and type(error).__name__ != "PanicException":
+            if not isinstance(error, AnswerTimeout) and type(error).__name__ != "PanicException":
                 raise
             return str(error)
 

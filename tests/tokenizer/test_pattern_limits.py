@@ -82,7 +82,7 @@ def test_a_pattern_of_ones_own_gives_the_same_ids(caplog: pytest.LogCaptureFixtu
     for text in STRINGS:
         assert ours.encode(text) == tokenizer.encode(text).ids
     assert ours._timed is not None
-    process = ours._timed._process
+    process = ours._timed.child.process
     assert process is not None
     process.kill()  # by whoever kills for want of memory
     process.wait()
@@ -183,7 +183,7 @@ def test_a_text_that_takes_for_ever_is_given_up(monkeypatch: pytest.MonkeyPatch)
     assert ours.encode("abc") == tokenizer.encode("abc").ids
     monkeypatch.setattr(pattern_limits, "SECONDS", 0.2)
     assert ours._timed is not None
-    process = ours._timed._process
+    process = ours._timed.child.process
     assert process is not None
     with pytest.raises(ConfigError, match=r"gives up on this text of 20000 characters: it took more than 0 s"):
         ours.encode("a" * 20_000)  # an hour
@@ -199,7 +199,7 @@ def test_a_forked_process_does_not_end_the_parents_encoder() -> None:
     timed = ours._timed
     assert timed is not None
     wanted = ours.encode("hello")
-    process = timed._process
+    process = timed.child.process
     assert process is not None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # other threads of this process hold no lock that matters
@@ -207,7 +207,7 @@ def test_a_forked_process_does_not_end_the_parents_encoder() -> None:
     if pid == 0:
         is_same = False
         try:
-            is_same = ours.encode("hello") == wanted and timed._process is not process
+            is_same = ours.encode("hello") == wanted and timed.child.process is not process
             timed.close()
         finally:
             os._exit(0 if is_same else 1)
