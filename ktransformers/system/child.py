@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
+import queue
 import signal
 import struct
 import sys
@@ -30,6 +31,7 @@ __all__ = [
     "end_with_pipe",
     "follow_parent",
     "framed",
+    "frames_of",
     "import_aside",
     "leave_signals",
     "read_frame",
@@ -53,6 +55,20 @@ def read_frame(pipe: IO[bytes]) -> bytes | None:
     """Wait for the options on standard input and return them; None when the parent is gone."""
     header = pipe.read(FRAME_HEADER.size)
     return pipe.read(FRAME_HEADER.unpack(header)[0]) if len(header) == FRAME_HEADER.size else None
+
+
+def frames_of(pipe: IO[bytes]) -> queue.SimpleQueue[bytes]:
+    """Return a queue of the frames that come, read on a thread; this process ends with the pipe, whatever it is doing
+    then."""
+    frames = queue.SimpleQueue[bytes]()
+
+    def read() -> None:
+        while (frame := read_frame(pipe)) is not None:
+            frames.put(frame)
+        os._exit(0)
+
+    threading.Thread(target=read, daemon=True, name="read-frames").start()
+    return frames
 
 
 def end_with_pipe(pipe: IO[bytes], parent_pid: int) -> None:

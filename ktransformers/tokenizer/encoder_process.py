@@ -1,7 +1,7 @@
 """The process that turns texts into ids, so that a text which takes for ever can be given up: see pattern_limits.
 
-Frames of JSON, see system/asked_process.py: the tokenizer, then texts in; ids or what went wrong out. Run as a file with
-the places to import from as arguments, for it needs one package of them all.
+Frames of JSON, see system/asked_process.py: the tokenizer, then texts in; ids or what went wrong out. Run as a file
+with the places to import from as arguments, for it needs one package of them all.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import threading
 
 _MOST_NBYTES = 1 << 30
 """Of memory beside the tokenizer itself, for one text."""
-
 
 _HEADER = struct.Struct("<I")
 
