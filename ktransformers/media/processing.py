@@ -6,6 +6,7 @@ Runs in the child process. No family is known here by name: processor, tokenizer
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -76,7 +77,11 @@ class Processor:
         try:
             with _quiet(), torch.inference_mode():
                 made = self._processor(
-                    images=[image], text=[text], images_kwargs=self._settings(detail), return_tensors="pt"
+                    images=[image],
+                    text=[text],
+                    images_kwargs=self._settings(detail),
+                    text_kwargs={"padding": False},  # which some ask for, of tokenizers that need not have a token for it
+                    return_tensors="pt",
                 )
         except Exception as error:  # whatever a processor does with a picture of a shape that it was not made for
             width, height = image.size
@@ -194,6 +199,8 @@ def _quiet() -> Iterator[None]:
     """transformers' own lines are about things that its callers chose; here nobody did."""
     logging.disable(logging.WARNING)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logging.disable(logging.NOTSET)
