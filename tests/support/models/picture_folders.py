@@ -160,7 +160,8 @@ FAMILIES: dict[str, PictureFamily] = {
     "gemma4": PictureFamily(
         processor="Gemma4Processor",
         image={"image_processor_type": "Gemma4ImageProcessor"},
-        settings={"image_seq_length": 70, "feature_extractor": {"feature_extractor_type": "Gemma4AudioFeatureExtractor"}},
+        settings={"image_seq_length": 70,
+                  "feature_extractor": {"feature_extractor_type": "Gemma4AudioFeatureExtractor"}},
         tokens=("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>", "<|image>", "<image|>", "<|image|>", "<|audio>",
                 "<audio|>", "<|audio|>", "<|video|>"),
         named={"boi_token": "<|image>", "eoi_token": "<image|>", "image_token": "<|image|>", "boa_token": "<|audio>",
@@ -233,7 +234,8 @@ FAMILIES: dict[str, PictureFamily] = {
 TORCHVISION_FAMILIES: dict[str, PictureFamily] = {
     "mistral3": PictureFamily(
         processor="PixtralProcessor",
-        image={"image_processor_type": "PixtralImageProcessor", "patch_size": 14, "size": {"longest_edge": 140}, **_HALF},
+        image={"image_processor_type": "PixtralImageProcessor", "patch_size": 14, "size": {"longest_edge": 140},
+               **_HALF},
         settings={"patch_size": 14, "spatial_merge_size": 2},
         tokens=("<s>", "</s>", "[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]"),
         config_token="[IMG]",
