@@ -291,6 +291,7 @@ class EngineConfig:
         multi-token prediction; "auto", draft_model if there is one, else as "ngram", but on GPUs only where steps with
         draft tokens have CUDA graphs; "off". Answers are the same.
     speculative_tokens: draft tokens of a sequence in a step at most; as many as pay are taken.
+    picture_folder: where the store of pictures is (media/store.py), set by whoever owns it; None: no pictures come.
     """
 
     model_path: Path | None = None
@@ -328,6 +329,7 @@ class EngineConfig:
     speculative: str = SPECULATIVES[0]
     speculative_tokens: int = SPECULATIVE_TOKENS
     draft_model: Path | None = None
+    picture_folder: Path | None = None
     tensor_parallel: int = 1
     pipeline: int = 1
     pipeline_layers: str = ""

@@ -80,7 +80,9 @@ class Processor:
                     images=[image],
                     text=[text],
                     images_kwargs=self._settings(detail),
-                    text_kwargs={"padding": False},  # which some ask for, of tokenizers that need not have a token for it
+                    text_kwargs={
+                        "padding": False
+                    },  # which some ask for, of tokenizers that need not have a token for it
                     return_tensors="pt",
                 )
         except Exception as error:  # whatever a processor does with a picture of a shape that it was not made for

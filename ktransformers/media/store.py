@@ -6,6 +6,7 @@ reader_process writes DIGEST.safetensors ──> add ──> engines read it by 
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -39,6 +40,7 @@ class PictureStore:
         max_nbytes: int = MAX_STORE_NBYTES,
         clock: Callable[[], float] = time.monotonic,
     ):
+        self._pid = os.getpid()
         self._private = PrivateFolder("pictures", is_large=True) if folder is None else None
         self.folder = self._private.path if self._private is not None else Path(folder or ".")
         check_own_folder("the folder of pictures", self.folder, "it holds what users have sent")
@@ -85,8 +87,8 @@ class PictureStore:
             self._shrink()
 
     def close(self) -> None:
-        """Delete the folder, if it is of this store."""
-        if self._private is not None:
+        """Delete the folder, if it is of this store. Does nothing in a process that was forked from the store's."""
+        if self._private is not None and self._pid == os.getpid():
             self._private.remove()
             self._private = None
 
