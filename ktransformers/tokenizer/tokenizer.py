@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.media.picture import PictureReader, ReadPicture, with_media_ids
+from ktransformers.media.records import is_media_id
 from ktransformers.tokenizer.answer_parser import AnswerParser, parser_of
 from ktransformers.tokenizer.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, token_bytes_of
 from ktransformers.tokenizer.encoding import TextEncoder
@@ -160,8 +161,8 @@ class Tokenizer:
         return self.verbatim.ids_of_pieces(guard.pieces(text), self.token_id, encode)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of `token_ids`: what a Detokenizer returns piece by piece."""
-        return self.detokenizer(skip_special_tokens).all(token_ids)
+        """Return the text of `token_ids`: what a Detokenizer returns piece by piece. Pictures have none."""
+        return self.detokenizer(skip_special_tokens).all([one for one in token_ids if not is_media_id(one)])
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that this token stands for, special tokens as they are spelled. Empty for an unknown id."""

@@ -24,6 +24,7 @@ from ktransformers.engine.sequence.prompts import (
     check_tools,
     ids_of,
     is_one_conversation,
+    media_of,
     prompts_of,
     shown,
 )
@@ -135,7 +136,7 @@ def collect_output(prompt_ids: Sequence[int], params: SamplingParams, events: Se
         stats=events[-1].stats,
         params=params,
         prompt_logprobs=events[0].prompt_logprobs,
-        media=prompt_ids.media if isinstance(prompt_ids, PromptIds) else (),
+        media=media_of(prompt_ids),
     )
 
 

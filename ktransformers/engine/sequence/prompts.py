@@ -19,6 +19,7 @@ __all__ = [
     "check_tools",
     "ids_of",
     "is_one_conversation",
+    "media_of",
     "prompts_of",
     "shown",
 ]
@@ -37,6 +38,11 @@ class PromptIds(list[int]):
     def __init__(self, ids: Iterable[int] = (), media: Sequence[MediaItem] = ()):
         super().__init__(ids)
         self.media = tuple(media)
+
+
+def media_of(prompt_ids: Sequence[int]) -> tuple[MediaItem, ...]:
+    """Return the pictures of a prompt: those of PromptIds, none of other ids."""
+    return prompt_ids.media if isinstance(prompt_ids, PromptIds) else ()
 
 
 def shown(value: object) -> str:

@@ -19,7 +19,7 @@ from ktransformers.core import SamplingParams
 from ktransformers.engine.model.fingerprint import ModelIdentity
 from ktransformers.engine.sequence.outputs import RequestOutput
 from ktransformers.engine.sequence.partial import PartialGeneration
-from ktransformers.engine.sequence.prompts import PromptIds, ids_of, shown
+from ktransformers.engine.sequence.prompts import PromptIds, ids_of, media_of, shown
 from ktransformers.engine.sequence.session_file import SessionFile, SessionHeader, open_session, write_session
 from ktransformers.engine.sequence.session_store import StoredSession
 from ktransformers.errors import ConfigError, ContextLengthError
@@ -122,7 +122,7 @@ def write_saved(
         media = session.media
     else:
         token_ids, prompt_len, params = tuple(session), len(session), None
-        media = session.media if isinstance(session, PromptIds) else ()
+        media = media_of(session)
     header = SessionHeader(
         model=identity,
         cached_len=kept.cached_len,
