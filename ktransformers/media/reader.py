@@ -43,16 +43,20 @@ class ChildReader:
 
     @property
     def placeholder(self) -> str:
-        """See PictureReader. Raises ConfigError where the model's processor cannot be used."""
+        """The text that the model's chat template writes for one picture. Raises ConfigError where the model's processor
+        cannot be used."""
         return self._open().placeholder
 
     @property
     def position_token_ids(self) -> frozenset[int]:
-        """See PictureReader. Raises as `placeholder`."""
+        """The ids of tokens whose positions the tower fills. Raises as `placeholder`."""
         return frozenset(self._open().position_token_ids)
 
     def read(self, data: bytes, detail: str | None = None) -> ReadPicture:
-        """See PictureReader."""
+        """Read an encoded picture, or find it among those that were read. Blocks. See PictureReader.read.
+
+        Raises ConfigError for what is no picture, or too large, and when the child process dies of it.
+        """
         detail = detail or DETAILS[0]
         if detail not in DETAILS:
             raise ConfigError(f"detail {detail!r:.40} is not one of {', '.join(DETAILS)}")
