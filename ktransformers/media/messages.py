@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["Answer", "Fault", "Opened", "Question", "Read", "Setup"]
+__all__ = ["Answer", "Fault", "ProcessorOpened", "Question", "Read", "Setup"]
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -21,7 +21,7 @@ class Question(msgspec.Struct, frozen=True):
     detail: str
 
 
-class Opened(msgspec.Struct, frozen=True, tag=True):
+class ProcessorOpened(msgspec.Struct, frozen=True, tag=True):
     """The answer to Setup, see PictureReader. notes: lines for the log, here and below."""
 
     placeholder: str
@@ -47,4 +47,4 @@ class Fault(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Answer = Opened | Read | Fault
+Answer = ProcessorOpened | Read | Fault

@@ -100,23 +100,21 @@ class Processor:
             raise ConfigError(f"{type(self._processor).__name__} makes no positions of a picture")
         return Processed(tensors, _digest(parts[1], tensors), parts[1], num_positions)
 
-    def _settings(self, detail: str) -> dict[str, Any]:
+    def _settings(self, detail: str) -> dict[str, object]:
         """What `detail` changes of the image processor's own settings, where it has them."""
         if detail == "auto":
             return {}
         own = self._processor.image_processor
-        made: dict[str, Any] = {name: detail == "high" for name in _SWITCHES if hasattr(own, name)}
+        made: dict[str, object] = {name: detail == "high" for name in _SWITCHES if hasattr(own, name)}
         if hasattr(own, "max_soft_tokens"):
             made["max_soft_tokens"] = _SOFT_TOKENS[detail]
         size: Any = getattr(own, "size", None)
-        if detail == "low" and isinstance(getattr(size, "longest_edge", None), int):
+        longest = getattr(size, "longest_edge", None)
+        if detail == "low" and isinstance(longest, int):
             # Of some it is a side, of others all pixels: no side is that long.
-            low = _LOW_SIDE * _LOW_SIDE if size.longest_edge > 1 << 15 else _LOW_SIDE
+            low = _LOW_SIDE * _LOW_SIDE if longest > 1 << 15 else _LOW_SIDE
             given = {name: value for name, value in dict(size).items() if value is not None}
-            least = min(given.get("shortest_edge", low), low)
-            made["size"] = given | {"longest_edge": min(size.longest_edge, low)}
-            if "shortest_edge" in given:
-                made["size"]["shortest_edge"] = least
+            made["size"] = {**given, **{name: min(edge, low) for name, edge in given.items() if "_edge" in name}}
         return made
 
 
@@ -128,9 +126,8 @@ class _Record:
         self.tokenizer = tokenizer
         record = self
 
-        def call(self: Any, text: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if text is not None:
-                record.text = text if isinstance(text, str) else text[0]
+        def call(self: object, text: object = None, *args: object, **kwargs: object) -> object:
+            record.text = str(text[0]) if isinstance(text, list) else str(text or "")
             return kind.__call__(self, text, *args, **kwargs)
 
         kind = type(tokenizer)
@@ -144,7 +141,7 @@ def _load(folder: Path) -> Any:
 
     own_check: Any = ProcessorMixin.check_argument_for_proper_class
 
-    def check(self: Any, name: str, argument: object) -> Any:
+    def check(self: object, name: str, argument: object) -> object:
         return _NoVideos if isinstance(argument, _NoVideos) else own_check(self, name, argument)
 
     AutoVideoProcessor.from_pretrained = staticmethod(lambda *args, **kwargs: _NoVideos())

@@ -13,7 +13,7 @@ import msgspec
 
 from ktransformers.errors import ConfigError
 from ktransformers.media.limits import DETAILS, MAX_NBYTES
-from ktransformers.media.messages import Answer, Fault, Opened, Question, Read, Setup
+from ktransformers.media.messages import Answer, Fault, ProcessorOpened, Question, Read, Setup
 from ktransformers.media.picture import ReadPicture
 from ktransformers.media.store import PictureStore
 from ktransformers.system.asked_process import AnswerTimeout, AskedProcess, ProcessEndedError
@@ -37,14 +37,14 @@ class ChildReader:
         opening = msgspec.msgpack.encode(Setup(str(folder), str(store.folder)))
         self.child = AskedProcess(spawn_code("ktransformers.media.reader_process"), opening, _START_SECONDS)
         self._lock = threading.Lock()
-        self._opened: Opened | Fault | None = None
+        self._opened: ProcessorOpened | Fault | None = None
         self._known: OrderedDict[tuple[bytes, str], ReadPicture] = OrderedDict()
         self._noted: set[str] = set()
 
     @property
     def placeholder(self) -> str:
-        """The text that the model's chat template writes for one picture. Raises ConfigError where the model's processor
-        cannot be used."""
+        """The text that the model's chat template writes for one picture. Raises ConfigError for a processor that cannot
+        be used."""
         return self._open().placeholder
 
     @property
@@ -91,7 +91,7 @@ class ChildReader:
         self.child.close()
         self.store.close()
 
-    def _open(self) -> Opened:
+    def _open(self) -> ProcessorOpened:
         if self._opened is None:
             try:
                 made = self._answer(self.child.start())

@@ -1,6 +1,6 @@
 """The child process that decodes pictures and runs the model's processor: a fault in either ends one request.
 
-    Setup ──> Opened | Fault        then, picture by picture: Question ──> Read | Fault, and a file in the store
+    Setup ──> ProcessorOpened | Fault        then, for each picture: Question ──> Read | Fault, and a file in the store
 
 Its memory and its processor time are limited; beyond them it dies, and its parent starts another one.
 """
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ktransformers.errors import ConfigError
-from ktransformers.media.messages import Answer, Fault, Opened, Question, Read, Setup
+from ktransformers.media.messages import Answer, Fault, ProcessorOpened, Question, Read, Setup
 from ktransformers.system.child import become, framed, frames_of
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def _answers(questions: queue.SimpleQueue[bytes]) -> Iterator[Answer]:
     except (ConfigError, ImportError) as error:
         yield Fault(str(error))
         return
-    yield Opened(processor.placeholder, tuple(processor.position_token_ids), tuple(notes))
+    yield ProcessorOpened(processor.placeholder, tuple(processor.position_token_ids), tuple(notes))
     _limit(resource.RLIMIT_CORE, 0)
     _limit_memory()
     while True:

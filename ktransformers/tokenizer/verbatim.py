@@ -89,7 +89,7 @@ class Guard:
         return rendered.split(self._mark)
 
 
-def unused_number(conversation: Any) -> str:
+def unused_number(conversation: object) -> str:
     """Return a number that no text of this JSON-like value holds, and that nobody can guess."""
     texts = list(_texts(conversation))
     while any((mark := _digits()) in text for text in texts):

@@ -22,7 +22,7 @@ from ktransformers.media.fetching import data_of
 from ktransformers.tokenizer.loading import load_tokenizer
 from tests.cli.test_chat_commands import Recorder, Script
 from tests.support.engines.fake_runner import FakeEngine, FakeRunner, scripted_logits
-from tests.support.models.picture_folders import FAMILIES, LocalReader, write_folder
+from tests.support.pictures.folders import FAMILIES, LocalReader, write_folder
 
 
 @pytest.fixture(scope="module")

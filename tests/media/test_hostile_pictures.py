@@ -13,8 +13,8 @@ from ktransformers.errors import ConfigError
 from ktransformers.media.decoding import decode
 from ktransformers.media.reader import ChildReader
 from ktransformers.media.store import PictureStore
-from tests.support.checks.hostile_pictures import HostilePicture, hostile_pictures
-from tests.support.models.picture_folders import FAMILIES, write_folder
+from tests.support.pictures.folders import FAMILIES, write_folder
+from tests.support.pictures.hostile import HostilePicture, hostile_pictures
 
 ALL = hostile_pictures()
 MOST_KIB = 1 << 20

@@ -19,7 +19,7 @@ from ktransformers.media.decoding import decode
 from ktransformers.media.processing import Processor
 from ktransformers.media.reader import ChildReader
 from ktransformers.media.store import PictureStore
-from tests.support.models.picture_folders import FAMILIES, write_folder
+from tests.support.pictures.folders import FAMILIES, write_folder
 
 
 def png(width: int, height: int) -> bytes:

@@ -16,7 +16,7 @@ from ktransformers.media.picture import ReadPicture, media_items
 from ktransformers.media.records import media_ids
 from ktransformers.tokenizer import Tokenizer
 from ktransformers.tokenizer.loading import load_tokenizer
-from tests.support.models.picture_folders import (
+from tests.support.pictures.folders import (
     FAMILIES,
     GEMMA,
     MISTRAL,

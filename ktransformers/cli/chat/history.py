@@ -18,7 +18,7 @@ _ROLES = frozenset({"system", "user", "assistant", "tool"})
 _TEXT_KEYS = frozenset({"role", "content", "reasoning_content", "name", "tool_call_id"})
 _MAX_BYTES = 256 * 2**20  # with pictures
 
-Content = str | list[dict[str, Any]]
+Content = str | list[dict[str, object]]
 """Of a message: text, or parts: texts and pictures, as OpenAI's API has them."""
 
 
@@ -99,14 +99,14 @@ def text_of(content: Content) -> str:
     """Return the text of a message's content, without its pictures."""
     if isinstance(content, str):
         return content
-    return "\n".join(part["text"] for part in content if part["type"] == "text")
+    return "\n".join(str(part["text"]) for part in content if part["type"] == "text")
 
 
-def _texts(content: Any) -> list[Any]:
+def _texts(content: object) -> list[object]:
     """What must be texts in a content: itself, or the texts and the URLs of pictures in its parts; None for others."""
     if not isinstance(content, list):
         return [content]
-    found = list[Any]()
+    found = list[object]()
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         value = part.get(kind) if kind in ("text", "image_url") else None

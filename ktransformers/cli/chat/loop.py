@@ -182,7 +182,7 @@ class ChatLoop:
             raise ConfigError("this model has no chat template, and pictures need one")
         for read in self.llm.pictures.read([SentPicture(data) for data in pictures]):
             self.view.note(f"[picture {read.width} x {read.height}, {read.num_positions} tokens]")
-        words = [{"type": "text", "text": text}] if text else []
+        words: list[dict[str, object]] = [{"type": "text", "text": text}] if text else []
         return [*map(picture_part, pictures), *words]
 
     def _run_command(self, text: str) -> bool:

@@ -283,8 +283,10 @@ class BatchLoop(Generic[EngineT]):
 
         Raises SessionFileError, ConfigError for ids that the model does not have, EngineError when closed.
         """
-        is_begun = isinstance(session, PartialGeneration)
-        token_ids, media = (session.token_ids, session.media) if is_begun else (list(session), media_of(session))
+        if isinstance(session, PartialGeneration):
+            token_ids, media = session.token_ids, session.media
+        else:
+            token_ids, media = list(session), media_of(session)
         tokens = [one for one in token_ids if not (media and is_media_id(one))]
         if tokens and not 0 <= min(tokens) <= max(tokens) < self.config.vocab_size:
             raise ConfigError(f"token ids must be in [0, {self.config.vocab_size})")

@@ -16,7 +16,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 from ktransformers.engine.sequence.prompts import shown
 from ktransformers.errors import ConfigError, reason_of
@@ -34,6 +34,18 @@ _PART = (
 )
 
 
+@runtime_checkable
+class _Image(Protocol):
+    """What is asked of PIL's images."""
+
+    @property
+    def mode(self) -> str: ...
+
+    def convert(self, mode: str) -> _Image: ...
+
+    def save(self, fp: io.BytesIO, format: str, *, compress_level: int) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class SentPicture:
     """An encoded picture. detail: OpenAI's; None: auto."""
@@ -49,7 +61,7 @@ def split_pictures(messages: Sequence[Message]) -> tuple[list[Message], list[Sen
     """
     pictures = list[SentPicture]()
 
-    def plain(part: Any) -> Any:
+    def plain(part: object) -> object:
         if not isinstance(part, Mapping) or part.get("type") not in ("image", "image_url", "image_pil"):
             return part
         pictures.append(_sent(part))
@@ -64,21 +76,21 @@ def split_pictures(messages: Sequence[Message]) -> tuple[list[Message], list[Sen
     return made, pictures
 
 
-def picture_part(data: bytes) -> dict[str, Any]:
+def picture_part(data: bytes) -> dict[str, object]:
     """Return a part of a message with a picture in it, as a data URL, which JSON can hold."""
     url = f"data:image/*;base64,{base64.b64encode(data).decode()}"
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def _sent(part: Mapping[str, Any]) -> SentPicture:
+def _sent(part: Mapping[str, object]) -> SentPicture:
     given = [(name, part[name]) for name in _SOURCES if part.get(name) is not None]
     if len(given) != 1:
         raise ConfigError(f"{_PART}, got {shown(part)}")
     name: str = given[0][0]
-    value: Any = given[0][1]
+    value: object = given[0][1]
     detail = part.get("detail")
     if isinstance(value, Mapping):  # OpenAI's has both in it
-        value, detail = value.get("url"), value.get("detail", detail)
+        detail, value = value.get("detail", detail), value.get("url")
     if detail is not None and not isinstance(detail, str):
         raise ConfigError(f"detail of a picture must be a word, got {shown(detail)}")
     if name == "base64" and isinstance(value, str):
@@ -86,14 +98,14 @@ def _sent(part: Mapping[str, Any]) -> SentPicture:
     return SentPicture(_bytes_of(value), detail)
 
 
-def _bytes_of(value: Any) -> bytes:
+def _bytes_of(value: object) -> bytes:
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if isinstance(value, str) and value[:5].lower() in ("data:", "http:", "https"):
         return fetch(value)
     if isinstance(value, str | os.PathLike):
         return _of_file(Path(str(value).removeprefix("file://")).expanduser())
-    if hasattr(value, "save") and hasattr(value, "mode"):
+    if isinstance(value, _Image):
         return _of_image(value)
     raise ConfigError(f"{_PART}, got {shown(value)}")
 
@@ -108,7 +120,7 @@ def _of_file(path: Path) -> bytes:
     return data
 
 
-def _of_image(image: Any) -> bytes:
+def _of_image(image: _Image) -> bytes:
     data = io.BytesIO()
     try:
         made = image if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16") else image.convert("RGB")

@@ -70,7 +70,7 @@ def prompts_of(given: Any) -> list[Any]:
     return [given] if len(given) and _is_id(given[0]) else list(given)
 
 
-def ids_of(prompt: Any, encode: Callable[[str], list[int]]) -> PromptIds:
+def ids_of(prompt: object, encode: Callable[[str], list[int]]) -> PromptIds:
     """Token ids of one prompt: PromptIds as they are, and those of what `_plain_ids` takes."""
     return prompt if isinstance(prompt, PromptIds) else PromptIds(_plain_ids(prompt, encode))
 

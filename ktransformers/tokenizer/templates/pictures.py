@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ktransformers.errors import ConversationError
 from ktransformers.tokenizer.templates.probe import Prober
@@ -70,7 +69,7 @@ def with_pictures(
     )
 
 
-def _parts(message: Message) -> Sequence[Any]:
+def _parts(message: Message) -> Sequence[object]:
     content = message.get("content")
     return () if content is None or isinstance(content, str) else content
 

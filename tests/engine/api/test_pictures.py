@@ -16,7 +16,7 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.media.records import MediaItem, media_ids
 from ktransformers.tokenizer.loading import load_tokenizer
 from tests.support.models.demo import DEMO_GGUF
-from tests.support.models.picture_folders import FAMILIES, write_folder
+from tests.support.pictures.folders import FAMILIES, write_folder
 
 DIGEST = bytes(range(32))
 
