@@ -291,7 +291,7 @@ class EngineConfig:
         multi-token prediction; "auto", draft_model if there is one, else as "ngram", but on GPUs only where steps with
         draft tokens have CUDA graphs; "off". Answers are the same.
     speculative_tokens: draft tokens of a sequence in a step at most; as many as pay are taken.
-    picture_folder: where the store of pictures is, set by whoever owns it; None: no pictures come.
+    picture_folder: where the store of pictures is (media/store.py), set by whoever owns it; None: no pictures come.
     """
 
     model_path: Path | None = None

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["PictureReader", "ReadPicture"]
+from ktransformers.errors import ConfigError
+from ktransformers.media.records import MediaItem, is_media_id, media_ids
+
+__all__ = ["PictureReader", "ReadPicture", "media_items", "with_media_ids"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +47,32 @@ class PictureReader(Protocol):
         picture, or is larger than the limits.
         """
         ...
+
+
+def with_media_ids(
+    token_ids: Sequence[int], pictures: Sequence[ReadPicture], position_token_ids: frozenset[int]
+) -> list[int]:
+    """Return a prompt's ids with the pseudo-ids of its pictures in place of the tokens that hold their positions.
+
+    Raises ConfigError where there are more or fewer of these than positions.
+    """
+    num_found = sum(one in position_token_ids for one in token_ids)
+    num_wanted = sum(picture.num_positions for picture in pictures)
+    if num_found != num_wanted:
+        raise ConfigError(
+            f"the prompt has {num_found} tokens for positions of pictures, and its pictures have {num_wanted}: such "
+            "tokens may be spelled in its texts"
+        )
+    own = (one for picture in pictures for one in media_ids(picture.digest, picture.num_positions))
+    return [next(own) if one in position_token_ids else one for one in token_ids]
+
+
+def media_items(prompt_ids: Sequence[int], pictures: Sequence[ReadPicture]) -> tuple[MediaItem, ...]:
+    """Return where the pictures of a prompt stand, which are in their order in it."""
+    places = (at for at, one in enumerate(prompt_ids) if is_media_id(one))
+    return tuple(_item(picture, places) for picture in pictures)
+
+
+def _item(picture: ReadPicture, places: Iterator[int]) -> MediaItem:
+    own = [next(places) for _ in range(picture.num_positions)]
+    return MediaItem(picture.digest, own[0], own[-1] + 1 - own[0])

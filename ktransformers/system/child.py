@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
+import queue
 import signal
 import struct
 import sys
@@ -24,11 +25,13 @@ from ktransformers import errors
 from ktransformers.errors import EngineError, KTransformersError
 
 __all__ = [
+    "FRAME_HEADER",
     "PARENTS_SIGNALS",
     "become",
     "end_with_pipe",
     "follow_parent",
     "framed",
+    "frames_of",
     "import_aside",
     "leave_signals",
     "read_frame",
@@ -40,18 +43,32 @@ PARENTS_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _LOWEST_PRIORITY = 19
-_HEADER = struct.Struct("<I")
+FRAME_HEADER = struct.Struct("<I")
 
 
 def framed(data: bytes) -> bytes:
     """Return the options in the frame that `read_frame` expects on standard input."""
-    return _HEADER.pack(len(data)) + data
+    return FRAME_HEADER.pack(len(data)) + data
 
 
 def read_frame(pipe: IO[bytes]) -> bytes | None:
     """Wait for the options on standard input and return them; None when the parent is gone."""
-    header = pipe.read(_HEADER.size)
-    return pipe.read(_HEADER.unpack(header)[0]) if len(header) == _HEADER.size else None
+    header = pipe.read(FRAME_HEADER.size)
+    return pipe.read(FRAME_HEADER.unpack(header)[0]) if len(header) == FRAME_HEADER.size else None
+
+
+def frames_of(pipe: IO[bytes]) -> queue.SimpleQueue[bytes]:
+    """Return a queue of the frames that come, read on a thread; this process ends with the pipe, whatever it is doing
+    then."""
+    frames = queue.SimpleQueue[bytes]()
+
+    def read() -> None:
+        while (frame := read_frame(pipe)) is not None:
+            frames.put(frame)
+        os._exit(0)
+
+    threading.Thread(target=read, daemon=True, name="read-frames").start()
+    return frames
 
 
 def end_with_pipe(pipe: IO[bytes], parent_pid: int) -> None:

@@ -1,7 +1,7 @@
 """The process that turns texts into ids, so that a text which takes for ever can be given up: see pattern_limits.
 
-Lines of JSON: the tokenizer, then texts in; ids or what went wrong out. It ends with its standard input, whatever it is
-doing. Run as a file with the places to import from as arguments, for it needs one package of them all.
+Frames of JSON, see system/asked_process.py: the tokenizer, then texts in; ids or what went wrong out. Run as a file
+with the places to import from as arguments, for it needs one package of them all.
 """
 
 from __future__ import annotations
@@ -10,17 +10,26 @@ import json
 import os
 import queue
 import resource
+import struct
 import sys
 import threading
 
 _MOST_NBYTES = 1 << 30
 """Of memory beside the tokenizer itself, for one text."""
 
+_HEADER = struct.Struct("<I")
 
-def _read(lines: queue.SimpleQueue[bytes]) -> None:
-    for line in sys.stdin.buffer:
-        lines.put(line)
+
+def _read(questions: queue.SimpleQueue[bytes]) -> None:
+    while len(header := sys.stdin.buffer.read(_HEADER.size)) == _HEADER.size:
+        questions.put(sys.stdin.buffer.read(*_HEADER.unpack(header)))
     os._exit(0)
+
+
+def _answer(value: object) -> None:
+    data = json.dumps(value).encode()
+    sys.stdout.buffer.write(_HEADER.pack(len(data)) + data)
+    sys.stdout.buffer.flush()
 
 
 def _limit_memory() -> None:
@@ -38,22 +47,22 @@ def _limit_memory() -> None:
 
 def main() -> None:
     """Encode texts from standard input until it ends."""
-    lines = queue.SimpleQueue[bytes]()
-    threading.Thread(target=_read, args=(lines,), daemon=True).start()
+    questions = queue.SimpleQueue[bytes]()
+    threading.Thread(target=_read, args=(questions,), daemon=True).start()
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_buffer(lines.get())
+    tokenizer = Tokenizer.from_buffer(questions.get())
     _limit_memory()
+    _answer([])
     while True:
-        text, add_special_tokens = json.loads(lines.get())
+        text, add_special_tokens = json.loads(questions.get())
         try:
             answer: object = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except BaseException as error:
             if type(error).__name__ != "PanicException":
                 raise
             answer = str(error)
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+        _answer(answer)
 
 
 if __name__ == "__main__":

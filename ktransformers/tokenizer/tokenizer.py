@@ -16,10 +16,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.media.picture import PictureReader, ReadPicture, with_media_ids
+from ktransformers.media.records import is_media_id
 from ktransformers.tokenizer.answer_parser import AnswerParser, parser_of
 from ktransformers.tokenizer.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, token_bytes_of
+from ktransformers.tokenizer.encoding import TextEncoder
 from ktransformers.tokenizer.grammars import Grammars
-from ktransformers.tokenizer.pattern_limits import PatternTimeout, TimedEncoder, why_not_trusted
 from ktransformers.tokenizer.reasoning import REASONING_TAGS, open_thoughts
 from ktransformers.tokenizer.recognition import (
     AnswerFormat,
@@ -29,11 +31,11 @@ from ktransformers.tokenizer.recognition import (
     recognize,
     turn_frame,
 )
-from ktransformers.tokenizer.shortening import text_too_long
 from ktransformers.tokenizer.template_limits import why_no_template
 from ktransformers.tokenizer.template_variables import template_variables
 from ktransformers.tokenizer.templates import Ending, Message, Rendered, Rendering, TemplateTurns, rendered
 from ktransformers.tokenizer.templates.calls import spelled
+from ktransformers.tokenizer.templates.pictures import PictureTexts, num_pictures, with_pictures
 from ktransformers.tokenizer.tools import AUTO, ToolSchemas, tool_format_named
 from ktransformers.tokenizer.tools.grammars import WidenedOf, tool_grammar
 from ktransformers.tokenizer.tools.response_template import ResponseTemplateParser, why_not_usable
@@ -63,7 +65,8 @@ class Tokenizer:
         self._skipped: frozenset[int] = frozenset()
         self._token_bytes = None
         self._grammars: dict[tuple[int, tuple[int, ...]], Grammars] = {}
-        self._timed: TimedEncoder | None = None
+        self._encoder: TextEncoder | None = None
+        self._pictures: PictureReader | None = None
         self._format, self._reasoning_format = AnswerFormat(), AUTO
         self._has_own_parser = False
         self._turns: tuple[Any, TemplateTurns] | None = None
@@ -72,10 +75,7 @@ class Tokenizer:
         # A tokenizer.json may ask for them; they are about training, and would change prompts without a word.
         backend.backend_tokenizer.no_truncation()
         backend.backend_tokenizer.no_padding()
-        own = why_not_trusted(backend.backend_tokenizer)
-        if own:
-            _log.info("the tokenizer has %s: texts get a limit of time", own)
-            self._timed = TimedEncoder(backend.backend_tokenizer)
+        self._encoder = TextEncoder(backend.backend_tokenizer)
         if not eos_token_ids and backend.eos_token_id is not None:
             self.eos_token_ids = (int(backend.eos_token_id),)
         self._special = frozenset(i for i, token in backend.added_tokens_decoder.items() if token.special)
@@ -124,54 +124,23 @@ class Tokenizer:
         """Return the id of exactly this token, or None."""
         return self.backend.backend_tokenizer.token_to_id(token)  # type: ignore[no-any-return]
 
-    @cached_property
+    @property
     def max_token_chars(self) -> int:
-        """The most characters of text of one token, as tokens are spelled: at least as many as it really has.
+        """The most characters of text of one token, see TextEncoder. Raises ConfigError without a vocabulary."""
+        return self._text_encoder.max_token_chars
 
-        Tokens for what a vocabulary does not know are excepted: some melt any number of characters into one.
-        """
-        return max(map(len, self.backend.backend_tokenizer.get_vocab()), default=1)
+    @property
+    def _text_encoder(self) -> TextEncoder:
+        self.backend  # noqa: B018 - says that there is no vocabulary
+        assert self._encoder is not None
+        return self._encoder
 
     def encode(self, text: str, add_special_tokens: bool = True, *, max_len: int | None = None) -> list[int]:
-        """Return the token ids of `text`.
+        """Return the token ids of `text`. Special tokens spelled in it are recognized. See TextEncoder.encode.
 
-        Special tokens spelled in it are recognized; add_special_tokens adds the model's BOS.
-        max_len: most tokens that are of use; a text that must have more is refused before it is looked at. The work
-        is done without the interpreter's lock: on a thread of its own it keeps no other thread waiting.
-
-        Raises ContextLengthError for a text with more tokens than max_len; ConfigError for a string that is not Unicode
-        text (lone surrogates), or that the tokenizer gives up on.
+        Raises ConfigError without a vocabulary, too.
         """
-        if max_len is not None and len(text) > max_len * self.max_token_chars:
-            least = -(-len(text) // self.max_token_chars)
-            raise text_too_long(f"{len(text)} characters, which are {least} tokens or more", least, max_len)
-        if not text.isascii():
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise ConfigError(
-                    f"the text is not valid Unicode: {error.reason} at character {error.start}"
-                ) from error
-        ids = self._ids(text, add_special_tokens)
-        if isinstance(ids, str):
-            raise ConfigError(f"the tokenizer gives up on this text of {len(text)} characters: {ids[:200]}")
-        if max_len is not None and len(ids) > max_len:
-            raise text_too_long(f"{len(ids)} tokens", len(ids), max_len)
-        return ids
-
-    def _ids(self, text: str, add_special_tokens: bool) -> list[int] | str:
-        """The ids, or why the tokenizer gave up."""
-        try:
-            if self._timed is not None:
-                return self._timed.encode(text, add_special_tokens)
-            # Unlike `encode`, this lets other threads run in every version of the library, and computes no offsets.
-            encode = self.backend.backend_tokenizer.encode_batch_fast
-            return list(encode([text], add_special_tokens=add_special_tokens)[0].ids)
-        except BaseException as error:
-            # What panics in Rust is no Exception, so that nobody takes it for one; here it is about this text alone.
-            if not isinstance(error, PatternTimeout) and type(error).__name__ != "PanicException":
-                raise
-            return str(error)
+        return self._text_encoder.encode(text, add_special_tokens, max_len)
 
     @cached_property
     def verbatim(self) -> Verbatim:
@@ -192,8 +161,8 @@ class Tokenizer:
         return self.verbatim.ids_of_pieces(guard.pieces(text), self.token_id, encode)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of `token_ids`: what a Detokenizer returns piece by piece."""
-        return self.detokenizer(skip_special_tokens).all(token_ids)
+        """Return the text of `token_ids`: what a Detokenizer returns piece by piece. Pictures have none."""
+        return self.detokenizer(skip_special_tokens).all([one for one in token_ids if not is_media_id(one)])
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that this token stands for, special tokens as they are spelled. Empty for an unknown id."""
@@ -418,11 +387,32 @@ class Tokenizer:
         form = self._format.tools
         return spelled(calls, None if form is None else form.shape or shape_of(form.name, self._template_text()))
 
-    def _rendered(self, asked: Rendering) -> Rendered:
+    def use_pictures(self, reader: PictureReader) -> None:
+        """Take pictures in conversations, as this reader reads them. To be called before any is rendered."""
+        self._pictures = reader
+
+    @cached_property
+    def _verbatim_of_pictures(self) -> Verbatim:
+        """As `verbatim`, with the tokens that hold places of pictures, which need not be special."""
+        if self._pictures is None:
+            return self.verbatim
+        added, ids = self.backend.added_tokens_decoder, self._pictures.position_token_ids
+        own = [str(added[i]) for i in ids if i in added]
+        return Verbatim([*self.verbatim.spellings, *own, self._pictures.placeholder])
+
+    def _rendered(self, asked: Rendering, pictures: Sequence[ReadPicture] = ()) -> Rendered:
         if not asked.messages:
             raise ConfigError("a conversation needs at least one message")
+        count = num_pictures(asked.messages)
+        if count != len(pictures):
+            raise ConfigError(f"a conversation with {count} pictures came with {len(pictures)}")
         try:
-            return self.turns.rendered(asked)
+            if not pictures:
+                return self.turns.rendered(asked)
+            if self._pictures is None:
+                raise UnsupportedError("this model reads text only, and the conversation holds pictures")
+            texts = PictureTexts(self._pictures.placeholder, [one.text for one in pictures])
+            return with_pictures(self.turns.rendered, self.turns.prober, asked, texts)
         except RecursionError as error:
             raise ConfigError(
                 "tools, tool calls or chat_template_kwargs are nested too deeply for a chat template"
@@ -447,7 +437,7 @@ class Tokenizer:
         ending = Ending(add_generation_prompt, continue_final_message, None, self.reasoning_tags)
         return self._rendered(Rendering(messages, tools, template_kwargs, ending)).text
 
-    def apply_chat_template(
+    def apply_chat_template(  # noqa: PLR0913 - what a prompt is made of
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -457,13 +447,15 @@ class Tokenizer:
         continue_reasoning: str | None = None,
         reads_special_tokens: bool = False,
         max_len: int | None = None,
+        pictures: Sequence[ReadPicture] = (),
         note_changes: Callable[[Sequence[str]], None] | None = None,
         **template_kwargs: Any,
     ) -> list[int]:
         """Return the prompt ids of a conversation. See render_chat_template and encode.
 
         continue_reasoning: what the answer has thought so far; it goes on there. note_changes: called with the names of
-        what was folded, if anything was.
+        what was folded, if anything was. pictures: those of the parts {"type": "image"}, in their order; their
+        positions have pseudo-ids in what is returned, see media_items.
 
         reads_special_tokens: those that a message, a tool or a variable spells are tokens, too; else they are text, so
         that nobody can forge a turn.
@@ -471,11 +463,15 @@ class Tokenizer:
         ending = Ending(add_generation_prompt, continue_final_message, continue_reasoning, self.reasoning_tags)
         asked = Rendering(messages, tools, template_kwargs, ending)
         if not reads_special_tokens and self.has_chat_template:
-            asked = replace(asked, guard_of=self.verbatim.guard)
-        made = self._rendered(asked)
+            verbatim = self._verbatim_of_pictures if pictures else self.verbatim
+            asked = replace(asked, guard_of=verbatim.guard)
+        made = self._rendered(asked, pictures)
         if note_changes is not None and made.changes:
             note_changes(made.changes)
-        return self.encode_guarded(made.text, made.guard, max_len=max_len)
+        ids = self.encode_guarded(made.text, made.guard, max_len=max_len)
+        if self._pictures is None or not pictures:
+            return ids
+        return with_media_ids(ids, pictures, self._pictures.position_token_ids)
 
     def apply_plain_template(self, messages: Sequence[Message], *, reads_special_tokens: bool = False) -> list[int]:
         """Return prompt ids of a conversation for a model without a template: "role: content" lines, then "assistant:".

@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["Guard", "Verbatim"]
+__all__ = ["Guard", "Verbatim", "unused_number"]
 
 _MARK_DIGITS = 24
 
@@ -23,18 +23,15 @@ class Verbatim:
     """The spellings of tokens that a conversation must not write. Of one character: they cannot be cut, and stay."""
 
     def __init__(self, spellings: Iterable[str]):
-        self._spellings = sorted({one for one in spellings if len(one) > 1}, key=len, reverse=True)
+        self.spellings = sorted({one for one in spellings if len(one) > 1}, key=len, reverse=True)
         # A lookahead finds spellings that overlap, too.
-        self._pattern = re.compile(f"(?={'|'.join(map(re.escape, self._spellings))})") if self._spellings else None
+        self._pattern = re.compile(f"(?={'|'.join(map(re.escape, self.spellings))})") if self.spellings else None
 
     def guard(self, conversation: Any) -> Guard | None:
         """Return a guard that keeps the spellings in this JSON-like value from being read; None when there are none."""
-        texts = list(_texts(conversation))
-        if self._pattern is None or not any(self._pattern.search(text) for text in texts):
+        if self._pattern is None or not any(map(self._pattern.search, _texts(conversation))):
             return None
-        while any((mark := _digits()) in text for text in texts):
-            pass
-        return Guard(self._pattern, mark)
+        return Guard(self._pattern, unused_number(conversation))
 
     def ids_of_pieces(
         self,
@@ -61,7 +58,7 @@ class Verbatim:
 
     def cutter(self, text: str) -> str:
         """Return the special token to cut `text` with: one that it does not hold, if there is one."""
-        return next((one for one in self._spellings if one not in text), self._spellings[0])
+        return next((one for one in self.spellings if one not in text), self.spellings[0])
 
 
 class Guard:
@@ -90,6 +87,14 @@ class Guard:
     def pieces(self, rendered: str) -> list[str]:
         """Return the template's text, cut at the marks."""
         return rendered.split(self._mark)
+
+
+def unused_number(conversation: object) -> str:
+    """Return a number that no text of this JSON-like value holds, and that nobody can guess."""
+    texts = list(_texts(conversation))
+    while any((mark := _digits()) in text for text in texts):
+        pass
+    return mark
 
 
 def _digits() -> str:

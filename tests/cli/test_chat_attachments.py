@@ -23,7 +23,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def attached(text: str) -> tuple[str, list[str]]:
     notes: list[str] = []
-    return attach_files(text, notes.append), notes
+    return attach_files(text, notes.append).text, notes
 
 
 def test_a_file_follows_the_question(here: Path) -> None:

@@ -81,15 +81,15 @@ def test_a_pattern_of_ones_own_gives_the_same_ids(caplog: pytest.LogCaptureFixtu
     assert len([line for line in caplog.messages if "has a pattern of its own" in line]) == 1
     for text in STRINGS:
         assert ours.encode(text) == tokenizer.encode(text).ids
-    assert ours._timed is not None
-    process = ours._timed._process
+    assert ours._encoder.timed is not None
+    process = ours._encoder.timed.child.process
     assert process is not None
     process.kill()  # by whoever kills for want of memory
     process.wait()
     with pytest.raises(ConfigError, match="its process died"):
         ours.encode("a text")
     assert ours.encode("a text") == tokenizer.encode("a text").ids
-    ours._timed.close()
+    ours._encoder.timed.close()
 
 
 DOUBLE = normalizers.Replace("a", "aa")
@@ -113,10 +113,10 @@ def test_a_text_of_which_too_much_is_made_is_given_up(name: str, monkeypatch: py
     tokenizer = Tokenizer(models.WordLevel({"x": 0, "y": 1}, "x"))
     tokenizer.normalizer = GROWING[name]
     ours = loaded(tokenizer)
-    assert ours._timed is not None
+    assert ours._encoder.timed is not None
     with pytest.raises(ConfigError, match=r"gives up on this text of 3000 characters: (its process died|it took more)"):
         ours.encode("ä a" * 1000)
-    ours._timed.close()
+    ours._encoder.timed.close()
 
 
 def test_growth() -> None:
@@ -182,24 +182,24 @@ def test_a_text_that_takes_for_ever_is_given_up(monkeypatch: pytest.MonkeyPatch)
     ours = loaded(tokenizer)
     assert ours.encode("abc") == tokenizer.encode("abc").ids
     monkeypatch.setattr(pattern_limits, "SECONDS", 0.2)
-    assert ours._timed is not None
-    process = ours._timed._process
+    assert ours._encoder.timed is not None
+    process = ours._encoder.timed.child.process
     assert process is not None
     with pytest.raises(ConfigError, match=r"gives up on this text of 20000 characters: it took more than 0 s"):
         ours.encode("a" * 20_000)  # an hour
     assert not Path(f"/proc/{process.pid}").exists()
     monkeypatch.setattr(pattern_limits, "SECONDS", 60.0)
     assert ours.encode("abc") == tokenizer.encode("abc").ids
-    ours._timed.close()
+    ours._encoder.timed.close()
 
 
 def test_a_forked_process_does_not_end_the_parents_encoder() -> None:
     """It starts one of its own, and its end leaves the parent's alone."""
     ours = loaded(byte_level(SLOW))
-    timed = ours._timed
+    timed = ours._encoder.timed
     assert timed is not None
     wanted = ours.encode("hello")
-    process = timed._process
+    process = timed.child.process
     assert process is not None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # other threads of this process hold no lock that matters
@@ -207,7 +207,7 @@ def test_a_forked_process_does_not_end_the_parents_encoder() -> None:
     if pid == 0:
         is_same = False
         try:
-            is_same = ours.encode("hello") == wanted and timed._process is not process
+            is_same = ours.encode("hello") == wanted and timed.child.process is not process
             timed.close()
         finally:
             os._exit(0 if is_same else 1)

@@ -186,12 +186,12 @@ def _load(
 
         _refuse_without_tokenizer(config)
         build = build_engine
-    from ktransformers.engine.api.llm import LLM, open_loop
+    from ktransformers.engine.api.llm import LLM, open_with_pictures
 
     with loading_bar(sys.stderr, name) as progress:
         remedy = "start with a larger --cache_lens"
-        loop = open_loop(config, lambda report: build(config, report), progress, target, "local_chat", remedy)
-    return LLM.from_loop(loop)
+        loop, pictures = open_with_pictures(config, build, progress, target, "local_chat", remedy)
+    return LLM.from_loop(loop, pictures)
 
 
 def _is_interactive(args: argparse.Namespace) -> bool:

@@ -25,8 +25,8 @@ _LIKE_A_COMMAND = re.compile(r"/[A-Za-z]+!?\Z")
 
 _KEYS = {
     '"""': "opens and closes a prompt of several lines",
-    "@FILE": "in a prompt: the file's text is added",
-    "a file's path": "as the prompt: the file's text is the prompt",
+    "@FILE": "in a prompt: the file's text, or a picture, is added",
+    "a file's path": "as the prompt: its text, or picture, is the prompt",
     "Alt-Enter": "begins a new line of the prompt",
     "Tab": "completes commands and paths",
     "Up, Ctrl-R": "recall and search earlier prompts",

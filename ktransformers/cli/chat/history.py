@@ -12,11 +12,14 @@ from typing import Any
 from ktransformers.errors import ConfigError, reason_of
 from ktransformers.system.user_files import read_named
 
-__all__ = ["ChatHistory"]
+__all__ = ["ChatHistory", "Content", "text_of"]
 
 _ROLES = frozenset({"system", "user", "assistant", "tool"})
 _TEXT_KEYS = frozenset({"role", "content", "reasoning_content", "name", "tool_call_id"})
-_MAX_BYTES = 64 * 2**20
+_MAX_BYTES = 256 * 2**20  # with pictures
+
+Content = str | list[dict[str, object]]
+"""Of a message: text, or parts: texts and pictures, as OpenAI's API has them."""
 
 
 class ChatHistory:
@@ -32,9 +35,9 @@ class ChatHistory:
         head = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*head, *self.turns]
 
-    def add_user(self, text: str) -> None:
+    def add_user(self, content: Content) -> None:
         """Append a question of the user."""
-        self.turns.append({"role": "user", "content": text})
+        self.turns.append({"role": "user", "content": content})
 
     def add_assistant(self, content: str, reasoning: str = "") -> None:
         """Append an answer of the model. reasoning: as templates want it back, left out when there is none."""
@@ -42,8 +45,8 @@ class ChatHistory:
         self.turns.append(turn | {"reasoning_content": reasoning} if reasoning else turn)
 
     @property
-    def last_question(self) -> str | None:
-        """The text of the user's last turn, None when there is none."""
+    def last_question(self) -> Content | None:
+        """The content of the user's last turn, None when there is none."""
         return next((turn["content"] for turn in reversed(self.turns) if turn["role"] == "user"), None)
 
     def drop_question(self) -> None:
@@ -92,6 +95,25 @@ class ChatHistory:
         self.turns = messages[1:] if has_system else messages
 
 
+def text_of(content: Content) -> str:
+    """Return the text of a message's content, without its pictures."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(str(part["text"]) for part in content if part["type"] == "text")
+
+
+def _texts(content: object) -> list[object]:
+    """What must be texts in a content: itself, or the texts and the URLs of pictures in its parts; None for others."""
+    if not isinstance(content, list):
+        return [content]
+    found = list[object]()
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        value = part.get(kind) if kind in ("text", "image_url") else None
+        found.append(value.get("url") if kind == "image_url" and isinstance(value, dict) else value)
+    return found
+
+
 def _checked(data: Any, path: Path) -> list[dict[str, Any]]:
     if not isinstance(data, list):
         raise ConfigError(f"{path} does not hold a list of messages")
@@ -100,8 +122,9 @@ def _checked(data: Any, path: Path) -> list[dict[str, Any]]:
             raise ConfigError(f"{path}: message {number} has no role out of {', '.join(sorted(_ROLES))}")
         if message["role"] == "system" and number > 1:
             raise ConfigError(f"{path}: message {number} is a system prompt, which must be the first message")
-        if "content" not in message or not all(isinstance(message.get(key, ""), str) for key in _TEXT_KEYS):
-            raise ConfigError(f"{path}: the content of message {number} must be text")
+        texts = [message.get(key, "") for key in _TEXT_KEYS - {"content"}]
+        if "content" not in message or not all(isinstance(one, str) for one in [*texts, *_texts(message["content"])]):
+            raise ConfigError(f"{path}: the content of message {number} must be text, or parts of text and pictures")
         if not isinstance(message.get("tool_calls", []), list) or set(message) - _TEXT_KEYS - {"tool_calls"}:
             raise ConfigError(f"{path}: message {number} has keys that messages do not have")
     return data

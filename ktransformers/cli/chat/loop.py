@@ -14,8 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ktransformers.cli.chat.attachments import attach_files, with_document
-from ktransformers.cli.chat.history import ChatHistory
+from ktransformers.cli.chat.attachments import attach_files, read_picture_file, with_document
+from ktransformers.cli.chat.history import ChatHistory, Content, text_of
 from ktransformers.cli.chat.input import TurnSource, UserTurn, quoted, read_prompt_file, typed_path
 from ktransformers.cli.chat.output import View, drafts_of, format_stats
 from ktransformers.cli.chat.settings import Settings
@@ -23,6 +23,8 @@ from ktransformers.core import FinishReason, GenerationStats, SamplingParams, To
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.sampling.sampler import draw_seed
 from ktransformers.engine.sequence.partial import PartialGeneration
+from ktransformers.engine.sequence.picture_parts import SentPicture, picture_part, split_pictures
+from ktransformers.engine.sequence.prompts import media_of
 from ktransformers.engine.sequence.saved_session import SavedSession
 from ktransformers.errors import CapacityError, ConfigError, ContextLengthError, KTransformersError
 from ktransformers.tokenizer.shortening import prompt_room, shorten
@@ -84,7 +86,7 @@ class ChatLoop:
         self.is_finished = False
         self._num_errors = 0
         self._answers: list[GenerationStats] = []
-        self._typed: tuple[str, str] | None = None  # the last question as it was sent and as it was typed
+        self._typed: tuple[Content, str] | None = None  # the last question as it was sent and as it was typed
         self._is_editing = False
         self._num_retries = 0
         self._num_dropped = 0  # of the oldest turns, at the last prompt
@@ -143,6 +145,7 @@ class ChatLoop:
         text = turn.text.encode("utf-8", "replace").decode()  # terminals can deliver lone surrogates
         is_edited, self._is_editing = self._is_editing, False
         try:
+            content: Content = text
             path = None if turn.is_literal else typed_path(text)
             if not text.strip() or (not turn.is_literal and path is None and self._run_command(text)):
                 if is_edited and not self._is_editing:
@@ -150,17 +153,37 @@ class ChatLoop:
                 return
             typed = quoted(text) if turn.is_literal and "\n" not in text else text
             if path is not None:
-                text = read_prompt_file(path)
-                self.view.note(f"the prompt is the text of {path}, {len(text)} characters")
+                content = self._content_of(path)
             elif turn.has_attachments:
-                text = with_document(attach_files(text, self.view.note), turn.document)
-            self.answer(text, replaces=is_edited)
-            self._typed = (text, typed)
+                attached = attach_files(text, self.view.note)
+                content = self._with_pictures(with_document(attached.text, turn.document), attached.pictures)
+            self.answer(content, replaces=is_edited)
+            self._typed = (content, typed)
         except ContextLengthError as error:
             hint = ". The conversation is kept: /clear starts over, /save FILE keeps it first"
             self._show_error(f"{error}{hint if self.source.has_commands else ''}")
         except KTransformersError as error:
             self._show_error(str(error))
+
+    def _content_of(self, path: Path) -> Content:
+        """The prompt in a file: its text, or the picture that it is."""
+        picture = read_picture_file(path)
+        if picture is not None:
+            return self._with_pictures("", [picture])
+        text = read_prompt_file(path)
+        self.view.note(f"the prompt is the text of {path}, {len(text)} characters")
+        return text
+
+    def _with_pictures(self, text: str, pictures: Sequence[bytes]) -> Content:
+        """A prompt's text behind its pictures, which are read now, so that what is wrong with them shows at once."""
+        if not pictures:
+            return text
+        if not self.llm.tokenizer.has_chat_template:
+            raise ConfigError("this model has no chat template, and pictures need one")
+        for read in self.llm.pictures.read([SentPicture(data) for data in pictures]):
+            self.view.note(f"[picture {read.width} x {read.height}, {read.num_positions} tokens]")
+        words: list[dict[str, object]] = [{"type": "text", "text": text}] if text else []
+        return [*map(picture_part, pictures), *words]
 
     def _run_command(self, text: str) -> bool:
         """Run the command in `text`; False when it is a prompt. Raises ConfigError."""
@@ -176,7 +199,7 @@ class ChatLoop:
         self._num_errors += 1
         self.view.error(text)
 
-    def _last_question(self) -> str:
+    def _last_question(self) -> Content:
         question = self.conversation.last_question
         if question is None:
             raise ConfigError("there is no question yet")
@@ -195,30 +218,35 @@ class ChatLoop:
     def edit(self) -> None:
         """Put the last question into the next prompt, whose turn replaces it. Raises ConfigError."""
         question = self._last_question()
+        text = text_of(question)
         if self._typed is not None and self._typed[0] == question:
-            question = self._typed[1]
-        elif question.startswith(("/", '"""')):
-            question = quoted(question)
-        self.source.prefill(question)
+            text = self._typed[1]
+        elif text != question:
+            raise ConfigError("the pictures of this question came with the conversation: ask again with @FILE for each")
+        elif text.startswith(("/", '"""')):
+            text = quoted(text)
+        self.source.prefill(text)
         self._is_editing = True
         self.view.note("Enter replaces the question and its answer, Ctrl-C leaves them")
 
-    def answer(self, text: str, *, replaces: bool = False, params: SamplingParams | None = None) -> None:
+    def answer(self, content: Content, *, replaces: bool = False, params: SamplingParams | None = None) -> None:
         """Add a user turn and stream the answer to it. Raises KTransformersError after taking the turn back.
 
         replaces: in place of the last question and its answer. params: None for those of the settings.
         """
         with _interruptible() as is_interrupted, self.view.answering():
-            is_aborted = self._answer(text, replaces, params or self.settings.params, is_interrupted)
+            is_aborted = self._answer(content, replaces, params or self.settings.params, is_interrupted)
         if is_aborted and not self.is_interactive:
             raise KeyboardInterrupt
 
-    def _answer(self, text: str, replaces: bool, params: SamplingParams, is_interrupted: Callable[[], bool]) -> bool:
+    def _answer(
+        self, question: Content, replaces: bool, params: SamplingParams, is_interrupted: Callable[[], bool]
+    ) -> bool:
         """Whether the answer was aborted."""
         before = list(self.conversation.turns)
         if replaces:
             self.conversation.drop_question()
-        self.conversation.add_user(text)
+        self.conversation.add_user(question)
         try:
             prompt_ids = self._fitting_ids(params)
             last, content, reasoning = self._stream(prompt_ids, params, is_interrupted)
@@ -251,7 +279,7 @@ class ChatLoop:
             ids = self._prompt_ids([messages[at] for at in kept])
             return ids if len(ids) <= room else len(ids)
 
-        sizes = [len(str(message["content"]).encode(errors="replace")) for message in messages]
+        sizes = [self._size(message["content"]) for message in messages]
         found = shorten([message["role"] for message in messages], sizes, max_len, len(prompt_ids), room, prompt_of)
         if found is None:
             return prompt_ids  # refused, with its length, unless an answer has some room all the same
@@ -259,6 +287,12 @@ class ChatLoop:
             self.view.note(f"the context is full: the oldest {found.num_dropped} messages are left out from here on")
         self._num_dropped = found.num_dropped
         return found.prompt_ids
+
+    def _size(self, content: Content) -> int:
+        """Bytes of a message's text, and four for each position of its pictures."""
+        pictures = split_pictures([{"content": content}])[1]
+        num_positions = sum(read.num_positions for read in self.llm.pictures.read(pictures)) if pictures else 0
+        return len(text_of(content).encode(errors="replace")) + 4 * num_positions
 
     def _warn_when_nearly_full(self, stats: GenerationStats) -> None:
         """Once, when more than four fifths of the context are taken."""
@@ -274,9 +308,7 @@ class ChatLoop:
         reads = self._options.reads_special_tokens
         if not tokenizer.has_chat_template:
             return tokenizer.apply_plain_template(messages, reads_special_tokens=reads)
-        prompt_ids = tokenizer.apply_chat_template(
-            messages, reads_special_tokens=reads, **self.settings.template_kwargs
-        )
+        prompt_ids = self.llm.read_chat(messages, special_tokens_in_content=reads, **self.settings.template_kwargs)
         if self.settings.force_think and self._tags and not tokenizer.opens_reasoning(prompt_ids):
             prompt_ids += tokenizer.encode(self._tags[0] + "\n", add_special_tokens=False)
         return prompt_ids
@@ -288,7 +320,7 @@ class ChatLoop:
         if params.seed is None:  # which a saved session must know
             params = replace(params, seed=draw_seed())
         answer_ids: list[int] = []
-        self._last = PartialGeneration(prompt_ids, params, answer_ids)
+        self._last = PartialGeneration(prompt_ids, params, answer_ids, media_of(prompt_ids))
         events = self.llm.stream(prompt_ids, params, is_interrupted, self.view.reading)
         parser = self.llm.tokenizer.answer_parser(prompt_ids)
         content, reasoning, last = [], [], None

@@ -17,8 +17,9 @@ from ktransformers.core import SamplingParams, TokenEvent
 from ktransformers.engine.api.batch_loop import BatchLoop, EngineRequest, PrefillChunk
 from ktransformers.engine.api.generate import prefill_and_generate
 from ktransformers.engine.api.home import OwnerProcess, return_memory
-from ktransformers.engine.api.llm import describe_batches, load_batches, prompt_reader
+from ktransformers.engine.api.llm import close_all, describe_batches, held, load_batches, prompt_reader
 from ktransformers.engine.api.llm_options import EngineKeywords, LLMOptions, llm_options
+from ktransformers.engine.api.pictures import Pictures
 from ktransformers.engine.sequence.keywords import SamplingKeywords, samples_of, split_keywords
 from ktransformers.engine.sequence.outputs import (
     Conversation,
@@ -28,7 +29,8 @@ from ktransformers.engine.sequence.outputs import (
     collect_output,
     join_samples,
 )
-from ktransformers.engine.sequence.prompts import check_callable
+from ktransformers.engine.sequence.picture_parts import split_pictures
+from ktransformers.engine.sequence.prompts import PromptIds, check_callable
 from ktransformers.engine.sequence.saved_session import SavedSession, as_path, begun_of, saved_of
 from ktransformers.errors import EngineError, UnsupportedError
 from ktransformers.tokenizer.tokenizer import Tokenizer
@@ -50,10 +52,10 @@ class _Asked:
     read: makes the ids of the prompt, and the parameters. num_samples: answers that were asked for.
     """
 
-    read: Callable[[PromptReader], tuple[list[int], SamplingParams]]
+    read: Callable[[PromptReader], tuple[PromptIds, SamplingParams]]
     request_id: str | None = None
     num_samples: int = 1
-    prompt_ids: list[int] = field(default_factory=list)
+    prompt_ids: PromptIds = field(default_factory=PromptIds)
     params: SamplingParams | None = None
     answer_ids: Sequence[int] = ()  # of an answer that was begun before
 
@@ -104,6 +106,10 @@ class AsyncAnswer:
 class _Loaded:
     batches: BatchLoop[Engine]
     reader: PromptReader
+    pictures: Pictures | None = None
+
+    def close(self) -> None:
+        close_all(self.batches, self.pictures)
 
 
 class AsyncLLM:
@@ -143,7 +149,7 @@ class AsyncLLM:
 
     def _take(self, loaded: _Loaded) -> None:
         self._loaded, self._home = loaded, loaded.batches.home
-        self._finalizer = weakref.finalize(self, loaded.batches.close)
+        self._finalizer = weakref.finalize(self, loaded.close)
 
     # Its life.
 
@@ -176,8 +182,8 @@ class AsyncLLM:
             if self._progress is not None:
                 self._progress(*report)
 
-        batches = load_batches(options, progress)
-        return _Loaded(batches, prompt_reader(batches.engine, options.seed))
+        batches, pictures = load_batches(options, progress)
+        return _Loaded(batches, prompt_reader(batches.engine, options.seed, pictures), pictures)
 
     async def aclose(self) -> None:
         """End running answers, with an EngineError to those who wait, and free the model. Safe to call twice."""
@@ -252,7 +258,7 @@ class AsyncLLM:
         SamplingParams, as in `LLM.generate`.
         """
 
-        def read(reader: PromptReader) -> tuple[list[int], SamplingParams]:
+        def read(reader: PromptReader) -> tuple[PromptIds, SamplingParams]:
             sampling, _ = split_keywords("generate", keywords)
             return reader.ids(prompt), reader.params(sampling_params, sampling)
 
@@ -270,7 +276,7 @@ class AsyncLLM:
     ) -> AsyncAnswer:
         """The next turn of one conversation (a string is one message of the user). See `generate`, and `LLM.chat`."""
 
-        def read(reader: PromptReader) -> tuple[list[int], SamplingParams]:
+        def read(reader: PromptReader) -> tuple[PromptIds, SamplingParams]:
             sampling, template = split_keywords("chat", keywords, reader.tokenizer)
             ids = reader.conversation_ids(messages, tools, template, special_tokens_in_content)
             return ids, reader.params(sampling_params, sampling)
@@ -295,8 +301,10 @@ class AsyncLLM:
         """
         begun = saved_of(session).begun(sampling_params)
 
-        def read(reader: PromptReader) -> tuple[list[int], SamplingParams]:
-            return list(begun.prompt_ids), reader.params(begun.params)
+        def read(reader: PromptReader) -> tuple[PromptIds, SamplingParams]:
+            if begun.media and (pictures := self._require_loaded().pictures) is not None:
+                pictures.require_all(begun.media)
+            return PromptIds(begun.prompt_ids, begun.media), reader.params(begun.params)
 
         return self._answer(_Asked(read, answer_ids=begun.answer_ids))
 
@@ -316,7 +324,11 @@ class AsyncLLM:
         model, if that is not done."""
         if self._loaded is None:
             await self.start()
-        return await asyncio.to_thread(self._require_loaded().batches.load, as_path(path), recompute)
+        loaded = self._require_loaded()
+        saved = await asyncio.to_thread(loaded.batches.load, as_path(path), recompute)
+        if saved.media and saved.messages is not None and loaded.pictures is not None:
+            await asyncio.to_thread(loaded.pictures.read, split_pictures(saved.messages)[1])
+        return saved
 
     def _answer(self, asked: _Asked) -> AsyncAnswer:
         self._require_open()
@@ -344,19 +356,23 @@ class AsyncLLM:
             except RuntimeError:  # the event loop is closed, and its tasks with it
                 batches.abort([request])
 
-        request = EngineRequest(asked.prompt_ids, params, name=asked.request_id, answer_ids=asked.answer_ids)
+        media = asked.prompt_ids.media
+        request = EngineRequest(
+            asked.prompt_ids, params, name=asked.request_id, answer_ids=asked.answer_ids, media=media
+        )
         batches.check_begun(request)
         generation = prefill_and_generate(batches, request)
         try:
-            generation.begin(sink)
-            is_over = False
-            while not is_over:
-                batches.home.require()
-                said = await events.get()
-                if isinstance(said, EngineError):
-                    raise said
-                yield said
-                is_over = said.finish_reason is not None
+            with held(loaded.pictures, media):
+                generation.begin(sink)
+                is_over = False
+                while not is_over:
+                    batches.home.require()
+                    said = await events.get()
+                    if isinstance(said, EngineError):
+                        raise said
+                    yield said
+                    is_over = said.finish_reason is not None
         finally:
             generation.close()
 
@@ -370,4 +386,4 @@ def _num_samples(params: SamplingParams | None, keywords: Mapping[str, Any]) -> 
 def _close_abandoned(loading: asyncio.Future[_Loaded]) -> None:
     """A model that was loaded although nobody waits for it any more."""
     if not loading.cancelled() and loading.exception() is None:
-        loading.result().batches.close()
+        loading.result().close()

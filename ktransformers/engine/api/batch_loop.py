@@ -26,11 +26,12 @@ from ktransformers.engine.api.engine_loop import Build, EngineLoop, EngineT
 from ktransformers.engine.sampling.constraints import check_rules
 from ktransformers.engine.sequence.output_processor import OutputProcessor
 from ktransformers.engine.sequence.partial import PartialGeneration
+from ktransformers.engine.sequence.prompts import media_of
 from ktransformers.engine.sequence.saved_session import SavedSession, read_saved, write_saved
 from ktransformers.engine.sequence.session_fetch import take_pages
 from ktransformers.engine.sequence.session_store import PageStore
 from ktransformers.errors import ConfigError, EngineError
-from ktransformers.media.records import MediaItem
+from ktransformers.media.records import MediaItem, is_media_id
 from ktransformers.profiling.capture import Capture, ProfileTarget
 from ktransformers.profiling.messages import ProfileMeta
 from ktransformers.scheduler.commands import Add, Finish, ProfileOff, ProfileOn, Resume, Suspend
@@ -282,8 +283,12 @@ class BatchLoop(Generic[EngineT]):
 
         Raises SessionFileError, ConfigError for ids that the model does not have, EngineError when closed.
         """
-        token_ids = session.token_ids if isinstance(session, PartialGeneration) else list(session)
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.config.vocab_size:
+        if isinstance(session, PartialGeneration):
+            token_ids, media = session.token_ids, session.media
+        else:
+            token_ids, media = list(session), media_of(session)
+        tokens = [one for one in token_ids if not (media and is_media_id(one))]
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self.config.vocab_size:
             raise ConfigError(f"token ids must be in [0, {self.config.vocab_size})")
         kept = take_pages(self.visit, token_ids, path)
         return write_saved(path, self.engine.identity, session, kept, messages)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
@@ -20,6 +21,7 @@ from ktransformers.engine.api.engine_loop import Build
 from ktransformers.engine.api.generate import Control, prefill_and_generate
 from ktransformers.engine.api.home import return_memory
 from ktransformers.engine.api.llm_options import EngineKeywords, LLMOptions, llm_options
+from ktransformers.engine.api.pictures import Pictures
 from ktransformers.engine.sequence.keywords import SamplingKeywords, samples_of, split_keywords
 from ktransformers.engine.sequence.outputs import (
     Conversation,
@@ -32,10 +34,12 @@ from ktransformers.engine.sequence.outputs import (
     raise_numbered,
 )
 from ktransformers.engine.sequence.partial import PartialGeneration
+from ktransformers.engine.sequence.picture_parts import split_pictures
 from ktransformers.engine.sequence.profiled import model_meta
-from ktransformers.engine.sequence.prompts import check_callable
+from ktransformers.engine.sequence.prompts import PromptIds, check_callable
 from ktransformers.engine.sequence.saved_session import SavedSession, as_path, begun_of, saved_of
 from ktransformers.errors import EngineError, KTransformersError, UnsupportedError
+from ktransformers.media.records import MediaItem
 from ktransformers.profiling.capture import ProfileTarget
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
@@ -49,13 +53,17 @@ __all__ = [
     "EngineKeywords",
     "Prompt",
     "RequestOutput",
+    "close_all",
     "default_sampling_params",
     "describe_batches",
+    "held",
     "load_batches",
     "open_loop",
+    "open_with_pictures",
     "prompt_reader",
 ]
 
+_REMEDY = "make the cache larger with cache_lens"
 _CLOSED = "this LLM is closed: make a new one, or keep the `with` block open for as long as it is used"
 
 
@@ -89,7 +97,7 @@ class LLM:
         """
         check_callable("progress", progress)
         chosen = llm_options(model, gguf_path, model_path, options)
-        self._take(load_batches(chosen, progress), chosen.seed)
+        self._take(*load_batches(chosen, progress), chosen.seed)
 
     @classmethod
     def from_engine(cls, engine: Engine) -> LLM:
@@ -97,15 +105,16 @@ class LLM:
         return cls.from_loop(BatchLoop(lambda report: engine))
 
     @classmethod
-    def from_loop(cls, batches: BatchLoop[Engine]) -> LLM:
-        """The API over a loop, which `close` closes."""
+    def from_loop(cls, batches: BatchLoop[Engine], pictures: Pictures | None = None) -> LLM:
+        """The API over a loop and the pictures of its model, which `close` closes. pictures None: it reads none."""
         llm = cls.__new__(cls)
-        llm._take(batches, None)
+        llm._take(batches, pictures, None)
         return llm
 
-    def _take(self, batches: BatchLoop[Engine], seed: int | None) -> None:
-        self._home, self._batches, self._reader = batches.home, batches, prompt_reader(batches.engine, seed)
-        self._finalizer = weakref.finalize(self, batches.close)
+    def _take(self, batches: BatchLoop[Engine], pictures: Pictures | None, seed: int | None) -> None:
+        self._home, self._batches, self._pictures = batches.home, batches, pictures
+        self._reader = prompt_reader(batches.engine, seed, pictures)
+        self._finalizer = weakref.finalize(self, close_all, batches, pictures)
 
     def close(self) -> None:
         """Stop the model's threads and free its weights and its cache. The object cannot be used afterwards.
@@ -154,6 +163,13 @@ class LLM:
         return backend
 
     @property
+    def pictures(self) -> Pictures:
+        """The pictures of the model. Raises UnsupportedError where it was loaded without what reads them."""
+        if self._pictures is None:
+            raise UnsupportedError("this model was loaded without what reads pictures")
+        return self._pictures
+
+    @property
     def default_params(self) -> SamplingParams:
         """The sampling parameters of a call that names none: the model's own, up to max_new_tokens tokens."""
         return self._reader.default_params
@@ -198,8 +214,22 @@ class LLM:
             raise UnsupportedError("a stream is one answer: n is for generate and chat; open several streams")
         check_callable("should_stop", should_stop)
         check_callable("on_prefill", on_prefill)
-        self._batches.check(ids, params)
-        return self._events(EngineRequest(ids, params, name=request_id), Control(should_stop, on_prefill))
+        self._batches.check(ids, params, ids.media)
+        request = EngineRequest(ids, params, name=request_id, media=ids.media)
+        return self._events(request, Control(should_stop, on_prefill))
+
+    def read_chat(
+        self,
+        messages: Conversation,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        special_tokens_in_content: bool = False,
+        **keywords: Any,
+    ) -> PromptIds:
+        """The prompt of a conversation's next turn, its pictures read, for `stream`. See `chat`."""
+        self._require_open()
+        _, template = split_keywords("chat", keywords, self._reader.tokenizer)
+        return self._reader.conversation_ids(messages, tools, template, special_tokens_in_content)
 
     def suspend(self, request_id: str) -> bool:
         """Set the `stream` of this name aside, at whatever step it is: it holds no pages, and its iterator waits.
@@ -251,6 +281,9 @@ class LLM:
         keywords: fields of SamplingParams, as in `generate`, and variables of the chat template, such as
         enable_thinking=False; those may also be a dict, chat_template_kwargs. Raises ConfigError for a keyword that is
         neither. See `generate`.
+
+        Contents may be lists of parts, with pictures among them where the model reads any: {"type": "image", "image": a
+        path, bytes, a PIL image or a data URL}, or OpenAI's image_url parts with data URLs.
         """
         self._require_open()
         sampling, template = split_keywords("chat", keywords, self._reader.tokenizer)
@@ -282,9 +315,13 @@ class LLM:
 
         recompute: take one that was computed in another way (on a GPU, say) for its tokens alone. Raises
         SessionFileError for one that is damaged or of another model, ContextLengthError for one that is too long.
+        Pictures are read again from its messages.
         """
         self._require_open()
-        return self._batches.load(as_path(path), recompute)
+        saved = self._batches.load(as_path(path), recompute)
+        if saved.media and saved.messages is not None:
+            self.pictures.read(split_pictures(saved.messages)[1])
+        return saved
 
     def continue_answer(
         self,
@@ -299,8 +336,10 @@ class LLM:
         self._require_open()
         begun = saved_of(session).begun(sampling_params)
         begun = replace(begun, params=self._reader.params(begun.params))
-        request = EngineRequest(begun.prompt_ids, begun.params, answer_ids=begun.answer_ids)
+        request = EngineRequest(begun.prompt_ids, begun.params, answer_ids=begun.answer_ids, media=begun.media)
         self._batches.check_begun(request)
+        if begun.media:
+            self.pictures.require_all(begun.media)
         return self._events(request, Control(should_stop))
 
     def _require_open(self) -> None:
@@ -310,7 +349,7 @@ class LLM:
 
     def _answer_all(
         self,
-        all_ids: Sequence[list[int]],
+        all_ids: Sequence[PromptIds],
         given: SamplingParams | Sequence[SamplingParams] | None,
         keywords: Mapping[str, Any],
     ) -> list[RequestOutput]:
@@ -319,22 +358,60 @@ class LLM:
         samples = [(ids, sample) for ids, one in each for sample in samples_of(one)]
         _check_all(self._batches, each)
         numbers = [number for number, (_, one) in enumerate(each) for _ in range(one.n)]
-        answers = iter(_answer_batch(self._batches, samples, numbers))
+        with held(self._pictures, [item for ids in all_ids for item in ids.media]):
+            answers = iter(_answer_batch(self._batches, samples, numbers))
         return [join_samples([next(answers) for _ in range(one.n)]) for _, one in each]
 
     def _events(self, request: EngineRequest, control: Control) -> Iterator[TokenEvent]:
         """A method, so that the LLM is not closed while its last user iterates."""
-        yield from prefill_and_generate(self._batches, request, control)
+        with held(self._pictures, request.media):
+            yield from prefill_and_generate(self._batches, request, control)
 
 
-def load_batches(options: LLMOptions, progress: Callable[..., None] | None, name: str = "offline") -> BatchLoop[Engine]:
-    """Load a model for many prompts at once. name: what profiles call the program. Errors as `build_engine`."""
+def load_batches(
+    options: LLMOptions, progress: Callable[..., None] | None, name: str = "offline"
+) -> tuple[BatchLoop[Engine], Pictures]:
+    """Load a model for many prompts at once, and what reads its pictures. name: what profiles call the program. Errors
+    as `build_engine`."""
     from ktransformers.engine.load.builder import build_engine  # late: it imports every operator and kernel
 
-    def build(report: Callable[..., None]) -> Engine:
-        return build_engine(options.config, report, page_size=options.page_size, max_batch_size=options.max_batch_size)
+    def build(config: EngineConfig, report: Callable[..., None]) -> Engine:
+        return build_engine(config, report, page_size=options.page_size, max_batch_size=options.max_batch_size)
 
-    return open_loop(options.config, build, progress, options.profile, name)
+    return open_with_pictures(options.config, build, progress, options.profile, name)
+
+
+def open_with_pictures(
+    config: EngineConfig,
+    build: Callable[[EngineConfig, Callable[..., None]], Engine],
+    progress: Callable[..., None] | None,
+    profile: ProfileTarget | None,
+    name: str,
+    remedy: str = _REMEDY,
+) -> tuple[BatchLoop[Engine], Pictures]:
+    """Open a loop as `open_loop`, and the pictures of its model. build: gets the config with the pictures' folder."""
+    pictures = Pictures(config)
+    try:
+        loop = open_loop(
+            pictures.config, lambda report: build(pictures.config, report), progress, profile, name, remedy
+        )
+        pictures.attach(loop.engine.model.tokenizer)
+    except BaseException:
+        pictures.close()
+        raise
+    return loop, pictures
+
+
+def close_all(batches: BatchLoop[Engine], pictures: Pictures | None) -> None:
+    """Close a loop and the pictures of its model."""
+    batches.close()
+    if pictures is not None:
+        pictures.close()
+
+
+def held(pictures: Pictures | None, media: Sequence[MediaItem]) -> AbstractContextManager[None]:
+    """Keep the files of a request's pictures meanwhile."""
+    return nullcontext() if pictures is None else pictures.held(media)
 
 
 def open_loop(
@@ -343,7 +420,7 @@ def open_loop(
     progress: Callable[..., None] | None,
     profile: ProfileTarget | None,
     name: str,
-    remedy: str = "make the cache larger with cache_lens",
+    remedy: str = _REMEDY,
 ) -> BatchLoop[Engine]:
     """Open a loop over the engine that `build` makes of `config`, with its steps in a profile if one is wanted.
 
@@ -362,10 +439,12 @@ def open_loop(
     return loop
 
 
-def prompt_reader(engine: Engine, seed: int | None) -> PromptReader:
-    """Make the PromptReader that reads prompts for `engine`."""
+def prompt_reader(engine: Engine, seed: int | None, pictures: Pictures | None = None) -> PromptReader:
+    """Make the PromptReader that reads prompts, and their pictures, for `engine`."""
     defaults = default_sampling_params(engine.model.generation_defaults, engine.config.max_new_tokens)
-    return PromptReader(engine.model.tokenizer, defaults, seed)
+    if pictures is None:
+        return PromptReader(engine.model.tokenizer, defaults, seed)
+    return PromptReader(engine.model.tokenizer, defaults, seed, pictures.read)
 
 
 def describe_batches(batches: BatchLoop[Engine]) -> str:
@@ -375,23 +454,23 @@ def describe_batches(batches: BatchLoop[Engine]) -> str:
     return f"{batches.description}, {config.total_len} tokens of cache, {at_once}"
 
 
-def _check_all(batches: BatchLoop[Engine], each: Sequence[tuple[list[int], SamplingParams]]) -> None:
+def _check_all(batches: BatchLoop[Engine], each: Sequence[tuple[PromptIds, SamplingParams]]) -> None:
     """Raises what `BatchLoop.check` does, with the number of the prompt."""
     for index, (ids, params) in enumerate(each):
         try:
-            batches.check(ids, params)
+            batches.check(ids, params, ids.media)
         except KTransformersError as error:
             raise_numbered(error, index, len(each))
 
 
 def _answer_batch(
-    batches: BatchLoop[Engine], each: Sequence[tuple[list[int], SamplingParams]], numbers: Sequence[int]
+    batches: BatchLoop[Engine], each: Sequence[tuple[PromptIds, SamplingParams]], numbers: Sequence[int]
 ) -> list[RequestOutput]:
     """All answers, or none: whatever ends this early, an interrupt too, ends all that has been asked here.
 
     numbers: which of the caller's prompts each of them answers, for errors.
     """
-    requests = [EngineRequest(ids, params) for ids, params in each]
+    requests = [EngineRequest(ids, params, media=ids.media) for ids, params in each]
     answers = [prefill_and_generate(batches, request).queued() for request in requests]
     outputs = []
     try:

@@ -28,6 +28,7 @@ from ktransformers.engine.model.mtp import build_mtp
 from ktransformers.engine.model.mtp_names import MtpNames, renamed_gguf, renamed_tensors
 from ktransformers.engine.model.skeleton import build_skeleton, check_kinds, check_model_type, load_hf_config
 from ktransformers.errors import ConfigError, FormatError, UnsupportedError, WeightError, reason_of
+from ktransformers.media.torchvision import prepare_torchvision
 from ktransformers.models.assistant_config import GGUF_ARCH, assistant_config, config_of_assistant, is_assistant
 from ktransformers.models.composite import take_text_config, text_config_of
 from ktransformers.models.config_fields import token_ids
@@ -113,6 +114,7 @@ def open_model(config: EngineConfig, target: OpenedModel | None = None) -> Opene
     """Open a model's files and build its skeleton. Reads headers only. Raises ConfigError or WeightError. target: the
     model that it is to draft for; None: it is to run alone."""
     config = config.resolved()
+    prepare_torchvision()
     path, kind = _weights_of(config)
     gguf = open_gguf(path) if kind == "gguf" else None
     whole = _hf_config(config, gguf, path)

@@ -17,15 +17,20 @@ from ktransformers.core import (
 )
 from ktransformers.engine.sampling.sampler import draw_seed
 from ktransformers.engine.sequence.keywords import sampling_with
+from ktransformers.engine.sequence.picture_parts import SentPicture, split_pictures
 from ktransformers.engine.sequence.prompts import (
+    PromptIds,
     check_conversation,
     check_tools,
     ids_of,
     is_one_conversation,
+    media_of,
     prompts_of,
     shown,
 )
-from ktransformers.errors import ConfigError, ContextLengthError, KTransformersError
+from ktransformers.errors import ConfigError, ContextLengthError, KTransformersError, UnsupportedError
+from ktransformers.media.picture import ReadPicture, media_items
+from ktransformers.media.records import MediaItem
 from ktransformers.tokenizer.tokenizer import Message, Tokenizer
 
 __all__ = [
@@ -72,7 +77,7 @@ class RequestOutput:
 
     logprobs has one entry per token when params.logprobs is set, else it is None; prompt_logprobs the same for the
     prompt, None for its first token. `str(output)` is the text. With n answers to a prompt, this is the first of them,
-    and `outputs` has all; others: those behind it. index: its place among them, from 0.
+    and `outputs` has all; others: those behind it. index: its place among them, from 0. media: the prompt's pictures.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -85,6 +90,7 @@ class RequestOutput:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     index: int = 0
     others: tuple[RequestOutput, ...] = ()
+    media: tuple[MediaItem, ...] = ()
 
     @property
     def outputs(self) -> tuple[RequestOutput, ...]:
@@ -130,6 +136,7 @@ def collect_output(prompt_ids: Sequence[int], params: SamplingParams, events: Se
         stats=events[-1].stats,
         params=params,
         prompt_logprobs=events[0].prompt_logprobs,
+        media=media_of(prompt_ids),
     )
 
 
@@ -149,24 +156,36 @@ def raise_numbered(error: KTransformersError, index: int, count: int) -> None:
     raise type(error)(message) from error
 
 
+def _no_pictures(sent: Sequence[SentPicture]) -> list[ReadPicture]:
+    raise UnsupportedError("this model was loaded without what reads pictures")
+
+
 class PromptReader:
     """Turns what a caller gives into ids and parameters. seed: seeds are drawn from it, in the order of the requests.
 
-    default_params: what is used when a call names none. seed None: seeds come from the operating system.
+    default_params: what is used when a call names none. seed None: seeds come from the operating system. read_pictures:
+    reads those that conversations hold.
     """
 
-    def __init__(self, tokenizer: Tokenizer, default_params: SamplingParams, seed: int | None = None):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        default_params: SamplingParams,
+        seed: int | None = None,
+        read_pictures: Callable[[Sequence[SentPicture]], list[ReadPicture]] = _no_pictures,
+    ):
         self.tokenizer, self.default_params = tokenizer, default_params
+        self._read_pictures = read_pictures
         self._draw_seed: Callable[[], int] = draw_seed
         if seed is not None:
             drawn = random.Random(seed)
             self._draw_seed = lambda: drawn.getrandbits(63)
 
-    def ids(self, prompt: Prompt) -> list[int]:
+    def ids(self, prompt: Prompt) -> PromptIds:
         """Token ids of one prompt. Raises ConfigError for what is neither text nor ids."""
         return ids_of(prompt, self.tokenizer.encode)
 
-    def all_ids(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
+    def all_ids(self, prompts: Prompt | Sequence[Prompt]) -> list[PromptIds]:
         """Token ids of one prompt, or of each of several. Raises ConfigError for what is neither text nor ids."""
         return [self.ids(prompt) for prompt in prompts_of(prompts)]
 
@@ -176,8 +195,8 @@ class PromptReader:
         tools: Sequence[Mapping[str, Any]] | None,
         template_kwargs: Mapping[str, Any],
         reads_special_tokens: bool = False,
-    ) -> list[int]:
-        """Prompt ids of one conversation. reads_special_tokens: see Tokenizer.
+    ) -> PromptIds:
+        """Prompt ids of one conversation, its pictures read. reads_special_tokens: see Tokenizer.
 
         Raises ConfigError or UnsupportedError.
         """
@@ -185,9 +204,12 @@ class PromptReader:
             messages = [{"role": "user", "content": messages}]
         check_conversation(messages)
         check_tools(tools)
-        return self.tokenizer.apply_chat_template(
-            messages, tools, reads_special_tokens=reads_special_tokens, **template_kwargs
+        messages, sent = split_pictures(messages)
+        pictures = self._read_pictures(sent) if sent else []
+        ids = self.tokenizer.apply_chat_template(
+            messages, tools, reads_special_tokens=reads_special_tokens, pictures=pictures, **template_kwargs
         )
+        return PromptIds(ids, media_items(ids, pictures))
 
     def all_conversation_ids(
         self,
@@ -195,7 +217,7 @@ class PromptReader:
         tools: Sequence[Mapping[str, Any]] | None,
         template_kwargs: Mapping[str, Any],
         reads_special_tokens: bool = False,
-    ) -> list[list[int]]:
+    ) -> list[PromptIds]:
         """Prompt ids of one conversation, or of each of several. Raises ConfigError for what is neither."""
         is_one = is_one_conversation(messages)
         each = [cast(Conversation, messages)] if is_one else cast(Sequence[Conversation], messages)

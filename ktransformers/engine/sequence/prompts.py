@@ -6,17 +6,20 @@ Knows arrays by what they can do (`tolist`), so that neither numpy nor torch nor
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from ktransformers.errors import ConfigError
+from ktransformers.media.records import MediaItem
 
 __all__ = [
+    "PromptIds",
     "check_callable",
     "check_conversation",
     "check_tools",
     "ids_of",
     "is_one_conversation",
+    "media_of",
     "prompts_of",
     "shown",
 ]
@@ -27,6 +30,19 @@ _PROMPT = "a prompt is a string or a list of token ids"
 _PROMPTS = "prompts are a string, a list of token ids, or a list of those"
 _MESSAGE = "a message is a dict with `role` and `content`"
 _CONVERSATION = 'a conversation is a string, or a list of messages: [{"role": "user", "content": "..."}]'
+
+
+class PromptIds(list[int]):
+    """The token ids of a prompt. media: its pictures, whose positions have pseudo-ids."""
+
+    def __init__(self, ids: Iterable[int] = (), media: Sequence[MediaItem] = ()):
+        super().__init__(ids)
+        self.media = tuple(media)
+
+
+def media_of(prompt_ids: Sequence[int]) -> tuple[MediaItem, ...]:
+    """Return the pictures of a prompt: those of PromptIds, none of other ids."""
+    return prompt_ids.media if isinstance(prompt_ids, PromptIds) else ()
 
 
 def shown(value: object) -> str:
@@ -44,7 +60,7 @@ def check_callable(name: str, value: object) -> None:
 def prompts_of(given: Any) -> list[Any]:
     """Return the single prompts in what `generate` was given, each for `ids_of`. Raises ConfigError for what holds
     none."""
-    if isinstance(given, str | Mapping):
+    if isinstance(given, str | Mapping | PromptIds):
         return [given]
     if _is_array(given):
         rows = _listed(given)
@@ -54,7 +70,12 @@ def prompts_of(given: Any) -> list[Any]:
     return [given] if len(given) and _is_id(given[0]) else list(given)
 
 
-def ids_of(prompt: Any, encode: Callable[[str], list[int]]) -> list[int]:
+def ids_of(prompt: object, encode: Callable[[str], list[int]]) -> PromptIds:
+    """Token ids of one prompt: PromptIds as they are, and those of what `_plain_ids` takes."""
+    return prompt if isinstance(prompt, PromptIds) else PromptIds(_plain_ids(prompt, encode))
+
+
+def _plain_ids(prompt: Any, encode: Callable[[str], list[int]]) -> list[int]:
     """Token ids of one prompt: text, which `encode` turns into ids, or ids. Raises ConfigError for what is neither.
 
     Ids may be a sequence, an array or a tensor of whole numbers (one row), or vLLM's {"prompt_token_ids": ids}.

@@ -33,6 +33,7 @@ from safetensors.torch import save_file
 from ktransformers.core import SamplingParams, format_bytes
 from ktransformers.engine.model.fingerprint import ModelIdentity
 from ktransformers.errors import SessionFileError, reason_of
+from ktransformers.media.records import MediaItem
 
 __all__ = ["SUFFIX", "SessionFile", "SessionHeader", "mapped_tensors", "open_session", "state_name", "write_session"]
 
@@ -52,7 +53,7 @@ class SessionHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     cached_len: of how many leading tokens keys and values are in the file. prompt_len: how many of the tokens were the
     prompt of the last answer, whose parameters are params, the seed set; all of them and None without an answer.
     state_lens: behind how many tokens there are states of recurrent layers. messages: the conversation, where there is
-    one.
+    one. media: the prompt's pictures, which are not in the file but in the messages, where there are any.
     """
 
     model: ModelIdentity
@@ -61,6 +62,7 @@ class SessionHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     params: SamplingParams | None = None
     state_lens: tuple[int, ...] = ()
     messages: list[dict[str, Any]] | None = None
+    media: tuple[MediaItem, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

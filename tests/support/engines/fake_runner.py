@@ -20,6 +20,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.load.reference import ReferenceExecutor
 from ktransformers.engine.model.opened import ModelDescription
 from ktransformers.engine.step.hot import HotService
+from ktransformers.media.records import is_media_id
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.tokenizer import Tokenizer
 
@@ -49,7 +50,7 @@ class FakeRunner:
         assert 0 <= start <= len(self.written), f"start {start} leaves a gap after {len(self.written)} positions"
         assert token_ids, "a step without tokens"
         assert start + len(token_ids) <= self.max_len
-        assert all(0 <= token < self.vocab_size for token in token_ids)
+        assert all(0 <= token < self.vocab_size or is_media_id(token) for token in token_ids)
         assert all(0 <= row < len(token_ids) for row in keep)
         del self.written[start:]
         self.calls.append((start, len(token_ids), len(keep)))

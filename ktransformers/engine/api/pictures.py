@@ -1,0 +1,131 @@
+"""The pictures of one loaded model: whether it reads any, the folder of its store, and who reads them.
+
+Pictures(config) ── .config, with picture_folder ──> build ──> attach(engine) ──> read ... close
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from ktransformers.config import EngineConfig
+from ktransformers.engine.sequence.picture_parts import SentPicture
+from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.media.picture import PictureReader, ReadPicture
+from ktransformers.media.reader import ChildReader
+from ktransformers.media.records import MediaItem
+from ktransformers.media.store import PictureStore
+from ktransformers.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["Pictures", "why_no_pictures"]
+
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+_STAGED = "processor"
+
+
+def why_no_pictures(config: EngineConfig) -> str | None:
+    """Return in words why a model's files say nothing about pictures; None when they do. Imports no torch."""
+    folder = _folder(config)
+    if folder is None or not (folder / "config.json").is_file():
+        return "its folder holds no config.json of a model for images and text"
+    try:
+        values = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return f"{folder / 'config.json'} cannot be read"
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as known
+
+    model_type = values.get("model_type") if isinstance(values, dict) else None
+    if not isinstance(model_type, str) or model_type not in known:
+        return f"its type, {model_type!r:.40}, has no tower for pictures"
+    if not any((folder / name).is_file() for name in _PROCESSOR_FILES):
+        return f"{folder} holds no {' or '.join(_PROCESSOR_FILES)}; copy them there from the original model"
+    return None
+
+
+def _folder(config: EngineConfig) -> Path | None:
+    """Where config and processor of the model are."""
+    if config.model_path is not None:
+        return Path(config.model_path)
+    path = config.gguf_path
+    return None if path is None else Path(path) if Path(path).is_dir() else Path(path).parent
+
+
+class Pictures:
+    """The pictures of one model. why_not: why it reads none; set before `attach`, where the build finds no tower.
+
+    config: `given`, with the store's folder where there is one: what the model is to be built of. Raises ConfigError.
+    """
+
+    def __init__(self, given: EngineConfig):
+        self._given, self._name = given, (_folder(given) or Path("the model")).name
+        self.why_not = why_no_pictures(given)
+        self.store = PictureStore() if self.why_not is None else None
+        self.config = given if self.store is None else replace(given, picture_folder=self.store.folder)
+        self.reader: ChildReader | None = None
+
+    def attach(self, tokenizer: Tokenizer) -> None:
+        """Take the tokenizer of the model that was built, and have it take pictures."""
+        folder = _folder(self._given)
+        if self.store is None or self.why_not is not None or folder is None:
+            return
+        self.reader = ChildReader(self._staged(folder, tokenizer, self.store), self.store)
+        tokenizer.use_pictures(self.reader)
+
+    @staticmethod
+    def _staged(folder: Path, tokenizer: Tokenizer, store: PictureStore) -> Path:
+        """The folder of the processor: the model's own or, where its tokenizer is in another form (a GGUF file's,
+        tiktoken's), one with the tokenizer that the model was loaded with."""
+        if (folder / "tokenizer.json").is_file():
+            return folder
+        made = store.folder / _STAGED
+        made.mkdir(mode=0o700, exist_ok=True)
+        tokenizer.backend.save_pretrained(made)
+        for path in folder.glob("*config.json"):
+            if not (made / path.name).exists():
+                shutil.copyfile(path, made / path.name)
+        return made
+
+    def require(self) -> PictureReader:
+        """Return who reads pictures. Raises UnsupportedError, which names the model, where it reads none."""
+        if self.reader is None:
+            raise UnsupportedError(f"{self._name} reads text only, no pictures: {self.why_not}")
+        return self.reader
+
+    def read(self, sent: Sequence[SentPicture]) -> list[ReadPicture]:
+        """Read pictures, in their order. Blocks. Raises ConfigError, UnsupportedError as `require`."""
+        if not sent:
+            return []
+        reader = self.require()
+        return [reader.read(picture.data, picture.detail) for picture in sent]
+
+    def require_all(self, media: Sequence[MediaItem]) -> None:
+        """Raise ConfigError unless these pictures are in the store, and UnsupportedError as `require`."""
+        self.require()
+        if self.store is not None and not all(self.store.has(item.digest) for item in media):
+            raise ConfigError(
+                "the pictures of this session are gone: its cache can be used, but nothing of it computed again; send "
+                "the conversation with its pictures"
+            )
+
+    @contextmanager
+    def held(self, media: Sequence[MediaItem]) -> Iterator[None]:
+        """Keep the files of these pictures meanwhile."""
+        digests = [item.digest for item in media]
+        if self.store is not None:
+            self.store.hold(digests)
+        try:
+            yield
+        finally:
+            if self.store is not None:
+                self.store.release(digests)
+
+    def close(self) -> None:
+        """End the reader's process, and delete the store. Safe to call twice."""
+        if self.reader is not None:
+            self.reader.close()
+        elif self.store is not None:
+            self.store.close()

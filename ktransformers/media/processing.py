@@ -1,0 +1,205 @@
+"""Pixels to what a model's tower takes and to the text of its prompt, by transformers' own processor of the model.
+
+Runs in the child process. No family is known here by name: processor, tokenizer and config are asked.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from ktransformers.errors import ConfigError, reason_of
+from ktransformers.media.torchvision import prepare_torchvision
+
+__all__ = ["Processed", "Processor"]
+
+_OF_TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
+_POSITION_FIELDS = ("image_token_id", "image_token_index", "media_placeholder_token_id")
+_BORDER = "0123456789"
+"""Stands before and behind the placeholder when it is processed, so that what a processor writes around the whole text
+is told from what it writes for the picture."""
+
+_LOW_SIDE = 512
+"""Pixels a side that `low` leaves of a picture, as OpenAI's does."""
+
+_SWITCHES = ("do_pan_and_scan", "do_image_splitting", "crop_to_patches")
+"""Settings of image processors that add cuts of a picture to it."""
+
+_SOFT_TOKENS = {"low": 70, "high": 1120}
+"""Of Gemma 4, whose pictures have one of five numbers of positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Processed:
+    """A picture that was processed. tensors: by the processor's names. digest, text, num_positions: see ReadPicture."""
+
+    tensors: Mapping[str, torch.Tensor]
+    digest: bytes
+    text: str
+    num_positions: int
+
+
+class _NoVideos(dict[str, object]):
+    """Stands for the processor of videos, which needs torchvision, and which pictures do not need. {} in JSON."""
+
+    model_input_names: tuple[str, ...] = ()
+
+
+class Processor:
+    """The processor in a model's folder. Code that comes with the model is not run. Raises ConfigError."""
+
+    def __init__(self, folder: Path, note: Callable[[str], None]):
+        prepare_torchvision()
+        with _quiet():
+            self._processor = _load(folder)
+            self._record = _Record(self._processor.tokenizer)
+        placeholder = getattr(self._processor, "image_token", None)
+        if not isinstance(placeholder, str) or not placeholder:
+            raise ConfigError(f"{type(self._processor).__name__} in {folder} names no token for pictures")
+        self.placeholder = placeholder
+        self.position_token_ids = _position_ids(folder, self._processor)
+        if "Pil" in type(self._processor.image_processor).__name__:
+            note("pictures are resized by Pillow: torchvision is not there (pip install ktransformers-engine[images])")
+
+    def process(self, image: Image.Image, detail: str) -> Processed:
+        """Process a picture in mode RGB. detail: of limits.DETAILS. Raises ConfigError."""
+        text = f"{_BORDER}{self.placeholder}{_BORDER}"
+        self._record.text = None
+        try:
+            with _quiet(), torch.inference_mode():
+                made = self._processor(
+                    images=[image],
+                    text=[text],
+                    images_kwargs=self._settings(detail),
+                    text_kwargs={
+                        "padding": False
+                    },  # which some ask for, of tokenizers that need not have a token for it
+                    return_tensors="pt",
+                )
+        except Exception as error:  # whatever a processor does with a picture of a shape that it was not made for
+            width, height = image.size
+            raise ConfigError(
+                f"the model's processor refuses the picture of {width} x {height} pixels: {reason_of(error)}"
+            ) from error
+        parts = (self._record.text or "").split(_BORDER)
+        if len(parts) != 3:
+            raise ConfigError(f"{type(self._processor).__name__} writes pictures in a way that is not supported")
+        ids = self._record.tokenizer(parts[1], add_special_tokens=False)["input_ids"]
+        num_positions = sum(one in self.position_token_ids for one in ids)
+        tensors = {name: _tensor(name, value) for name, value in made.items() if name not in _OF_TEXT}
+        if not num_positions or not tensors:
+            raise ConfigError(f"{type(self._processor).__name__} makes no positions of a picture")
+        return Processed(tensors, _digest(parts[1], tensors), parts[1], num_positions)
+
+    def _settings(self, detail: str) -> dict[str, object]:
+        """What `detail` changes of the image processor's own settings, where it has them."""
+        if detail == "auto":
+            return {}
+        own = self._processor.image_processor
+        made: dict[str, object] = {name: detail == "high" for name in _SWITCHES if hasattr(own, name)}
+        if hasattr(own, "max_soft_tokens"):
+            made["max_soft_tokens"] = _SOFT_TOKENS[detail]
+        size: Any = getattr(own, "size", None)
+        longest = getattr(size, "longest_edge", None)
+        if detail == "low" and isinstance(longest, int):
+            # Of some it is a side, of others all pixels: no side is that long.
+            low = _LOW_SIDE * _LOW_SIDE if longest > 1 << 15 else _LOW_SIDE
+            given = {name: value for name, value in dict(size).items() if value is not None}
+            made["size"] = {**given, **{name: min(edge, low) for name, edge in given.items() if "_edge" in name}}
+        return made
+
+
+class _Record:
+    """What a processor gives its tokenizer: the text in which pictures have taken their places."""
+
+    def __init__(self, tokenizer: Any):
+        self.text: str | None = None
+        self.tokenizer = tokenizer
+        record = self
+
+        def call(self: object, text: object = None, *args: object, **kwargs: object) -> object:
+            record.text = str(text[0]) if isinstance(text, list) else str(text or "")
+            return kind.__call__(self, text, *args, **kwargs)
+
+        kind = type(tokenizer)
+        tokenizer.__class__ = type(kind.__name__, (kind,), {"__call__": call})
+
+
+def _load(folder: Path) -> Any:
+    from transformers import AutoProcessor
+    from transformers.models.auto.video_processing_auto import AutoVideoProcessor
+    from transformers.processing_utils import ProcessorMixin
+
+    own_check: Any = ProcessorMixin.check_argument_for_proper_class
+
+    def check(self: object, name: str, argument: object) -> object:
+        return _NoVideos if isinstance(argument, _NoVideos) else own_check(self, name, argument)
+
+    AutoVideoProcessor.from_pretrained = staticmethod(lambda *args, **kwargs: _NoVideos())
+    ProcessorMixin.check_argument_for_proper_class = check
+    try:
+        made = AutoProcessor.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # whatever a processor's class does with values of the wrong type
+        why = reason_of(error)
+        if "orchvision" in str(error):
+            why = "its class is written for torchvision alone: pip install ktransformers-engine[images]"
+        raise ConfigError(f"the processor of pictures in {folder} cannot be loaded: {why}") from error
+    if not hasattr(made, "image_processor") or not hasattr(made, "tokenizer"):
+        raise ConfigError(f"{folder} holds no processor of pictures and text that transformers knows")
+    return made
+
+
+def _position_ids(folder: Path, processor: Any) -> frozenset[int]:
+    """The ids whose positions the tower fills: as the model's config names them, whose forward looks for them."""
+    from transformers import AutoConfig
+
+    try:
+        config: Any = AutoConfig.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # as above
+        raise ConfigError(f"{folder / 'config.json'} cannot be used: {reason_of(error)}") from error
+    for owner in (config, processor):
+        for name in _POSITION_FIELDS:
+            found = getattr(owner, name, None)
+            if isinstance(found, int) and found >= 0:
+                return frozenset({found})
+    raise ConfigError(f"{folder}: neither config nor processor names the token of a picture's positions")
+
+
+def _digest(text: str, tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """32 bytes of the text, and of the tensors with their names, types and shapes: all that decides what the tower
+    makes of a picture, and how many positions it has."""
+    made = blake2b(text.encode(), digest_size=32)
+    for name, tensor in sorted(tensors.items()):
+        made.update(f"\0{name} {tensor.dtype} {list(tensor.shape)}\0".encode())
+        made.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return made.digest()
+
+
+def _tensor(name: str, value: object) -> torch.Tensor:
+    """A value of a processor as one tensor of its own memory. Raises ConfigError for what is none."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], torch.Tensor):
+        value = value[0][None]
+    if not isinstance(value, torch.Tensor):
+        raise ConfigError(f"the model's processor gives {name} as {type(value).__name__}, which is not supported")
+    return value.detach().cpu().contiguous()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers' own lines are about things that its callers chose; here nobody did."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)

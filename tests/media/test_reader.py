@@ -1,0 +1,124 @@
+"""Pictures through the child process: files of the store, deaths, limits."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from ktransformers.errors import ConfigError
+from ktransformers.media import reader as reader_module
+from ktransformers.media.decoding import decode
+from ktransformers.media.processing import Processor
+from ktransformers.media.reader import ChildReader
+from ktransformers.media.store import PictureStore
+from tests.support.pictures.folders import FAMILIES, write_folder
+
+
+def png(width: int, height: int) -> bytes:
+    data = io.BytesIO()
+    Image.linear_gradient("L").convert("RGB").resize((width, height)).save(data, "PNG")
+    return data.getvalue()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("qwen3_vl"), "qwen3_vl", FAMILIES["qwen3_vl"])
+
+
+@pytest.fixture(scope="module")
+def reader(folder: Path) -> Iterator[ChildReader]:
+    made = ChildReader(folder, PictureStore())
+    yield made
+    made.close()
+
+
+def test_its_file_has_what_the_processor_gives(folder: Path, reader: ChildReader) -> None:
+    data = png(100, 60)
+    picture = reader.read(data)
+    assert (picture.width, picture.height) == (100, 60)
+    path = reader.store.path(picture.digest)
+    assert path.stat().st_mode & 0o777 == 0o600
+    wanted = Processor(folder, lambda note: None).process(decode(data, lambda note: None), "auto")
+    found = load_file(path)
+    assert found.keys() == wanted.tensors.keys() == {"pixel_values", "image_grid_thw"}
+    assert all((found[name] == wanted.tensors[name]).all() for name in found)
+    assert (picture.digest, picture.text) == (wanted.digest, wanted.text)
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == {"kind": "image"}
+    grid = found["image_grid_thw"][0].tolist()
+    assert picture.num_positions == grid[0] * grid[1] * grid[2] // 4
+
+
+def test_a_picture_is_decoded_once(reader: ChildReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    picture = reader.read(png(70, 70))
+    with monkeypatch.context() as patched:
+        patched.setattr(reader.child, "ask", None)
+        assert reader.read(png(70, 70)) == picture
+    reader.store._nbytes.pop(picture.digest)  # as if it had gone for others
+    assert reader.read(png(70, 70)) == picture
+
+
+def test_detail(reader: ChildReader) -> None:
+    counts = [reader.read(png(2000, 2000), detail).num_positions for detail in (None, "auto", "high", "low")]
+    assert counts[0] == counts[1] == counts[2] == 64
+    assert counts[3] == 64  # what the folder allows is less than 512 x 512
+    with pytest.raises(ConfigError, match="detail 'much' is not one of auto, low, high"):
+        reader.read(png(8, 8), "much")
+
+
+def test_low_detail_is_fewer_positions(tmp_path: Path) -> None:
+    family = FAMILIES["internvl"]
+    processor = Processor(write_folder(tmp_path, "internvl", family), lambda note: None)
+    image = Image.new("RGB", (300, 100))
+    counts = {detail: processor.process(image, detail).num_positions for detail in ("auto", "low", "high")}
+    assert counts["low"] == 4 < counts["auto"] == counts["high"]
+
+
+def test_a_kill_ends_one_request(reader: ChildReader) -> None:
+    reader.read(png(10, 10))
+    process = reader.child.process
+    assert process is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    with pytest.raises(ConfigError, match=r"the process that reads it ended \(signal 9\)"):
+        reader.read(png(11, 11))
+    assert reader.read(png(11, 11)).width == 11
+    assert reader.child.process is not process
+
+
+def test_one_that_takes_too_long_is_given_up(reader: ChildReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader.read(png(10, 10))
+    process = reader.child.process
+    assert process is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    monkeypatch.setattr(reader_module, "_SECONDS", 0.2)
+    with pytest.raises(ConfigError, match="it took more than 0 s; make it smaller"):
+        reader.read(os.urandom(1 << 20))  # more than a pipe holds
+    monkeypatch.undo()
+    assert reader.read(png(12, 12)).width == 12
+
+
+def test_what_the_processor_refuses(reader: ChildReader) -> None:
+    with pytest.raises(ConfigError, match="refuses the picture of 1 x 1000 pixels: absolute aspect ratio"):
+        reader.read(png(1, 1000))
+    with pytest.raises(ConfigError, match=r"the picture is 1 x 100000; at most"):
+        reader.read(png(1, 100_000))
+    with pytest.raises(ConfigError, match="has 67108865 bytes; at most 67108864"):
+        reader.read(bytes((64 << 20) + 1))
+
+
+def test_a_folder_without_a_processor(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    reader = ChildReader(tmp_path, PictureStore())
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="holds no processor of pictures and text"):
+            reader.read(png(8, 8))
+    reader.close()
