@@ -54,17 +54,25 @@ def _folder(config: EngineConfig) -> Path | None:
     return None if path is None else Path(path) if Path(path).is_dir() else Path(path).parent
 
 
+def _own_folder(config: EngineConfig) -> Path | None:
+    """The folder that a store is to have, which is there then; None: one that goes with the store."""
+    if config.picture_folder is not None:
+        config.picture_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return config.picture_folder
+
+
 class Pictures:
     """The pictures of one model. why_not: why it reads none; set before `attach`, where the build finds no tower.
 
-    config: `given`, with the store's folder where there is one: what the model is to be built of. Raises ConfigError.
+    given: with picture_folder where the store outlives the process. config: what the model is to be built of: that of
+    a model that reads text only names no folder. Raises ConfigError for a folder that others can enter.
     """
 
     def __init__(self, given: EngineConfig):
         self._given, self._name = given, (_folder(given) or Path("the model")).name
         self.why_not = why_no_pictures(given)
-        self.store = PictureStore() if self.why_not is None else None
-        self.config = given if self.store is None else replace(given, picture_folder=self.store.folder)
+        self.store = PictureStore(_own_folder(given)) if self.why_not is None else None
+        self.config = replace(given, picture_folder=None if self.store is None else self.store.folder)
         self.reader: ChildReader | None = None
 
     def attach(self, tokenizer: Tokenizer) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ktransformers.errors import ConfigError, UnsupportedError
-from ktransformers.media.picture import ReadPicture
-from ktransformers.media.records import MediaItem, is_media_id, media_ids
+from ktransformers.media.picture import ReadPicture, media_items
+from ktransformers.media.records import MediaItem
 from ktransformers.server.answers.requests import Conversation, Message, Part, Tool
 from ktransformers.tokenizer import Tokenizer
 from ktransformers.tokenizer.reasoning import OPENED_NEWLINE
@@ -152,13 +152,4 @@ def chat_prompt(
     tags, opens = tokenizer.reasoning_tags, asked.opens_answer and not asked.continues
     if force_think and tags is not None and opens and not tokenizer.opens_reasoning(prompt_ids):
         prompt_ids += tokenizer.encode(tags[0] + OPENED_NEWLINE, add_special_tokens=False)
-    return Prompt(prompt_ids, tuple(_items(prompt_ids, pictures)))
-
-
-def _items(prompt_ids: Sequence[int], pictures: Sequence[ReadPicture]) -> Iterator[MediaItem]:
-    """Where the pictures are in a prompt that shows them in this order."""
-    places = (at for at, token_id in enumerate(prompt_ids) if is_media_id(token_id))
-    for picture in pictures:
-        own = [next(places) for _ in range(picture.num_positions)]
-        assert [prompt_ids[at] for at in own] == media_ids(picture.digest, picture.num_positions)
-        yield MediaItem(picture.digest, own[0], own[-1] + 1 - own[0])
+    return Prompt(prompt_ids, media_items(prompt_ids, pictures))

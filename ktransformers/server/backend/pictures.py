@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from ktransformers.config import EngineConfig
+from ktransformers.engine.api.pictures import Pictures, why_no_pictures
 from ktransformers.media.picture import PictureReader
 from ktransformers.tokenizer import Tokenizer
 
@@ -77,29 +77,14 @@ class PictureSupport(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class _TextOnly:
-    """The support of a model without eyes."""
-
-    config: EngineConfig
-    why_not: str
-    reader: ClassVar[None] = None
-
-    def attach(self, tokenizer: Tokenizer) -> None:
-        """Leave the tokenizer as it is: there are no pictures."""
-
-    def close(self) -> None:
-        """Close nothing: there is no store."""
-
-
 def why_text_only(config: EngineConfig) -> str | None:
     """Return why a model reads text only, by its files; None: it reads pictures."""
-    return NO_TOWER
+    return why_no_pictures(config)
 
 
 def picture_support(config: EngineConfig) -> PictureSupport:
-    """Return what a model needs to read pictures. Blocks.
+    """Return what a model needs to read pictures. Blocks. Raises ConfigError for a folder that others can enter.
 
     config.picture_folder: where the store outlives the server; None: in a private folder that `close` deletes.
     """
-    return _TextOnly(config, why_text_only(config) or NO_TOWER)
+    return Pictures(config)
