@@ -43,7 +43,7 @@ class ChildReader:
 
     @property
     def placeholder(self) -> str:
-        """The text that the model's chat template writes for one picture. Raises ConfigError for a processor that cannot
+        """The text that the model's chat template writes for one picture. Raises ConfigError where its processor cannot
         be used."""
         return self._open().placeholder
 
