@@ -43,8 +43,8 @@ class ChildReader:
 
     @property
     def placeholder(self) -> str:
-        """The text that the model's chat template writes for one picture. Raises ConfigError for a processor that
-        cannot be used."""
+        """The text that the model's chat template writes for one picture. Raises ConfigError where its processor cannot
+        be used."""
         return self._open().placeholder
 
     @property
