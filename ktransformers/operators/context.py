@@ -11,6 +11,7 @@ builds a ForwardContext per step; Hugging Face modules hand it down as the keywo
     block_table[s, p]          page that holds positions p * page_size .. (p + 1) * page_size - 1 of sequence s
     states                     which states recurrent layers continue (kernels.types.StateStep); None without them
     token_ids[t]               row t's token, where layers that look it up get hidden states; None where they get ids
+    pictures                   which rows show parts of pictures (PictureRows); None where none does
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ktransformers.kernels.attention_call import RowPages
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.types import StateStep
 
-__all__ = ["ForwardContext", "LayerCache", "StateStep"]
+__all__ = ["ForwardContext", "LayerCache", "PictureRows", "StateStep"]
 
 _T = TypeVar("_T")
 
@@ -67,6 +68,40 @@ class LayerCache(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class PictureRows:
+    """The N rows of a step that show parts of pictures. It may have none of them, and positions of three axes.
+
+    rows: int64 [N], ascending. hidden: [N, H], in place of what the embedding has for tokens. by_layer: [N, H] each, to
+    be added to the hidden states of these rows behind layers 0, 1, ... of the model (deepstack). ends: int32 [T], where
+    each row of the step sees all of its picture: positions up to the picture's end, for others up to their own; None:
+    no row sees what is behind it. ends_in_full, ends_in_windows: which layers that is true of: those that see all
+    positions, and those that see the last ones, counted from the row's own. starts: int32 [T], the first position of
+    its picture, or its own, which a row sees where its window begins behind that, too; None: it does not.
+    """
+
+    rows: torch.Tensor
+    hidden: torch.Tensor
+    by_layer: tuple[torch.Tensor, ...] = ()
+    ends: torch.Tensor | None = None
+    starts: torch.Tensor | None = None
+    ends_in_full: bool = False
+    ends_in_windows: bool = False
+
+    def to(self, device: torch.device) -> PictureRows:
+        """Return the same on `device`, for its layers: without what only the embedding's place needs."""
+        by_layer = tuple(part.to(device) for part in self.by_layer)
+        ends, starts = (None if part is None else part.to(device) for part in (self.ends, self.starts))
+        return replace(self, rows=self.rows.to(device), by_layer=by_layer, ends=ends, starts=starts)
+
+    def add_behind(self, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states [..., T, H] behind layer number `layer`, with what is added to them there."""
+        if layer >= len(self.by_layer):
+            return hidden_states
+        more = self.by_layer[layer].to(hidden_states.device, hidden_states.dtype)
+        return hidden_states.index_add(-2, self.rows.to(hidden_states.device), more)
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardContext:
     """Rows, sequences and cache of one step, for operators; see the module's docstring. Built by `engine.step.context`
     on the CPU; `replicated` puts it on other devices too.
@@ -87,6 +122,7 @@ class ForwardContext:
     block_table: torch.Tensor  # int32 [S, P]
     states: StateStep | None = None
     token_ids: torch.Tensor | None = None  # int64 [T]
+    pictures: PictureRows | None = None
     is_replayable: bool = False
     replicas: Mapping[torch.device, ForwardContext] = field(default_factory=dict)
     blocks: tuple[ForwardContext, ...] = ()
@@ -127,15 +163,18 @@ class ForwardContext:
             block_table=self.block_table[seqs].clone(),
             states=None if self.states is None else self.states.part(rows, seqs, kv_lens),
             token_ids=None if self.token_ids is None else self.token_ids[rows].clone(),
+            pictures=None,
             _moved={},
             _derived={},
         )
 
     def _copy(self, device: torch.device) -> ForwardContext:
-        moved = {name: getattr(self, name).to(device) for name in ("slot_mapping", "seq_ids", "kv_lens", "block_table")}
+        names = ("slot_mapping", "seq_ids", "kv_lens", "block_table")
+        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
         states = None if self.states is None else self.states.to(device, moved["kv_lens"])
-        ids = None if self.token_ids is None else self.token_ids.to(device)
-        return replace(self, **moved, states=states, token_ids=ids, replicas={}, blocks=(), _moved={}, _derived={})
+        moved["token_ids"] = None if self.token_ids is None else self.token_ids.to(device)
+        pictures = None if self.pictures is None else self.pictures.to(device)
+        return replace(self, **moved, states=states, pictures=pictures, replicas={}, blocks=(), _moved={}, _derived={})
 
     def moved(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return `tensor` on `device`, copied once per step however many layers ask."""

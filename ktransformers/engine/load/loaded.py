@@ -89,6 +89,7 @@ class Engine(LoadedModel):
     @property
     def scheduler_config(self) -> SchedulerConfig:
         """The limits of a scheduler for this engine, one step at a time. Raises ConfigError."""
+        keeps_pictures_whole = self.executor.pictures is not None and self.executor.pictures.family.keeps_whole
         return replace(
             scheduler_limits(self.config, self.model, self.cache, self.max_batch_size),
             num_states=self.cache.num_states,
@@ -96,7 +97,8 @@ class Engine(LoadedModel):
             tiers=self.tiers,
             max_drafts=self.max_drafts,
             drafter=self.drafter,
-            long_chunk_size=self.hot.long_steps.rows,
+            keeps_pictures_whole=keeps_pictures_whole,
+            long_chunk_size=0 if keeps_pictures_whole else self.hot.long_steps.rows,  # their blocks may cut a picture
             long_prompt=self.hot.long_steps.least_tokens,
         )
 

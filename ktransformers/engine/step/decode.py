@@ -136,6 +136,8 @@ class DecodeSteps:
 
     def takes(self, context: ForwardContext, num_kept: int) -> bool:
         """Whether `step` is to run a step, of which so many logits are wanted. context: with tensors on the CPU."""
+        if context.pictures is not None:
+            return False
         rows = len(context.seq_ids)
         if rows <= self.max_rows:
             return True

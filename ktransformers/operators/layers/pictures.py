@@ -1,0 +1,41 @@
+"""What pictures add to hidden states behind decoder layers (deepstack), for as long as one step runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from ktransformers.operators.context import ForwardContext
+from ktransformers.operators.layers.gpu import LayerStack
+from ktransformers.operators.layers.joined import Done
+from ktransformers.operators.layers.native_stack import NativeStack
+from ktransformers.operators.layers.traced import layer_list
+from ktransformers.operators.recorder import intercepted
+
+__all__ = ["adding_pictures"]
+
+
+def adding_pictures(model: nn.Module, context: ForwardContext) -> AbstractContextManager[None]:
+    """Let the layers of `model` give their hidden states with what the step's pictures add behind them, while the block
+    runs. Layers that are joined do so themselves."""
+    pictures, layers = context.pictures, layer_list(model)
+    if pictures is None or not pictures.by_layer or layers is None:
+        return nullcontext()
+    first = int(getattr(layers, "first", 0))  # of a stage of a pipeline
+    alone = [
+        (index, layer)
+        for index, layer in enumerate(layers._modules.values(), first)
+        if layer is not None and not isinstance(layer, NativeStack | LayerStack | Done)
+    ]
+
+    def run(key: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        if isinstance(output, torch.Tensor):
+            return pictures.add_behind(key, output)
+        return pictures.add_behind(key, output[0]), *output[1:]
+
+    return intercepted(alone, run)
