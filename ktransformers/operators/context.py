@@ -94,11 +94,12 @@ class PictureRows:
         return replace(self, rows=self.rows.to(device), by_layer=by_layer, ends=ends, starts=starts)
 
     def add_behind(self, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states [..., T, H] behind layer number `layer`, with what is added to them there."""
+        """Return the hidden states [1, T, H] or [T, H] behind layer number `layer`, with what is added to them there."""
         if layer >= len(self.by_layer):
             return hidden_states
         more = self.by_layer[layer].to(hidden_states.device, hidden_states.dtype)
-        return hidden_states.index_add(-2, self.rows.to(hidden_states.device), more)
+        flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+        return flat.index_add(0, self.rows.to(hidden_states.device), more).view(hidden_states.shape)
 
 
 @dataclass(frozen=True, slots=True)

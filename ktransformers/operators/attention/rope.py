@@ -179,7 +179,7 @@ class KRotaryEmbedding(WrapperOperator):
         at = self.device.move(position_ids)
         if at.dim() == 3:
             axes = self._asked_axes().to(at.device)
-            at = at[axes].movedim(0, -1)  # of each column
+            at = at[axes].movedim(0, -1).contiguous()  # of each column
             parts = tuple(part[at, torch.arange(len(axes), device=at.device)] for part in self._tables[layer_type])
         else:
             parts = tuple(part[at] for part in self._tables[layer_type])

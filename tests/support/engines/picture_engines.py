@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import Engine, Hardware, build_engine
@@ -20,6 +20,7 @@ from ktransformers.engine.media.features import PictureFeatures
 from ktransformers.errors import EngineError
 from ktransformers.media.records import MediaItem, is_media_id, media_ids
 from tests.support.models.composites import tiny_composite
+from tests.support.models.pooled_models import pooled_values
 
 IMAGE_TOKEN = 3
 
@@ -113,7 +114,7 @@ class ComposedPictures:
         if self.wants_one:
             hidden = torch.cat(hidden)[None]
         by_layer = [tuple(one.features.by_layer[i] for one in shown) for i in range(self.depth)]
-        output = SimpleNamespace(pooler_output=hidden, deepstack_features=by_layer)
+        output = BaseModelOutputWithDeepstackFeatures(pooler_output=hidden, deepstack_features=by_layer)
         known = inspect.signature(self.model.forward).parameters
         inner = inspect.signature(self.model.model.forward).parameters
         given: dict[str, Any] = {"mm_token_type_ids": types, "token_type_ids": types}
@@ -133,7 +134,9 @@ class ComposedPictures:
 
 
 def picture_composite(name: str, seed: int = 1, **text_values: object) -> PreTrainedModel:
-    """A tiny composite whose image token is in its vocabulary."""
+    """A tiny composite whose image token is in its vocabulary, and whose layers all can run."""
+    if name == "qwen4_exp":
+        text_values = {**pooled_values("qwen4_exp_text"), **text_values}
     model = tiny_composite(name, seed=seed, **text_values)
     model.config.image_token_id = IMAGE_TOKEN
     return model
