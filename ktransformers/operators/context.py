@@ -11,6 +11,7 @@ builds a ForwardContext per step; Hugging Face modules hand it down as the keywo
     block_table[s, p]          page that holds positions p * page_size .. (p + 1) * page_size - 1 of sequence s
     states                     which states recurrent layers continue (kernels.types.StateStep); None without them
     token_ids[t]               row t's token, where layers that look it up get hidden states; None where they get ids
+    turned[t]                  row t's rotary position, where it may be another than kv_lens[t] - 1; None: it is not
     pictures                   which rows show parts of pictures (PictureRows); None where none does
 """
 
@@ -76,7 +77,8 @@ class PictureRows:
     each row of the step sees all of its picture: positions up to the picture's end, for others up to their own; None:
     no row sees what is behind it. ends_in_full, ends_in_windows: which layers that is true of: those that see all
     positions, and those that see the last ones, counted from the row's own. starts: int32 [T], the first position of
-    its picture, or its own, which a row sees where its window begins behind that, too; None: it does not.
+    its picture, or its own, which a row sees where its window begins behind that, too; None: it does not. pool_starts:
+    int64 [3, T], rotary positions of the first positions of pools that rows end, where layers have pools.
     """
 
     rows: torch.Tensor
@@ -84,17 +86,25 @@ class PictureRows:
     by_layer: tuple[torch.Tensor, ...] = ()
     ends: torch.Tensor | None = None
     starts: torch.Tensor | None = None
+    pool_starts: torch.Tensor | None = None
     ends_in_full: bool = False
     ends_in_windows: bool = False
 
     def to(self, device: torch.device) -> PictureRows:
         """Return the same on `device`, for its layers: without what only the embedding's place needs."""
         by_layer = tuple(part.to(device) for part in self.by_layer)
-        ends, starts = (None if part is None else part.to(device) for part in (self.ends, self.starts))
-        return replace(self, rows=self.rows.to(device), by_layer=by_layer, ends=ends, starts=starts)
+        names = ("ends", "starts", "pool_starts")
+        moved = {name: part.to(device) for name in names if (part := getattr(self, name)) is not None}
+        return replace(self, rows=self.rows.to(device), by_layer=by_layer, **moved)
+
+    def block(self, rows: slice) -> PictureRows | None:
+        """Return what attention of some rows knows, of a step whose rows see no picture as a whole."""
+        if self.pool_starts is None:
+            return None
+        return PictureRows(self.rows[:0], self.hidden[:0], pool_starts=self.pool_starts[:, rows].clone())
 
     def add_behind(self, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states [1, T, H] or [T, H] behind layer number `layer`, with what is added to them there."""
+        """Return the hidden states [1, T, H] or [T, H] behind layer `layer`, with what is added to them there."""
         if layer >= len(self.by_layer):
             return hidden_states
         more = self.by_layer[layer].to(hidden_states.device, hidden_states.dtype)
@@ -123,6 +133,7 @@ class ForwardContext:
     block_table: torch.Tensor  # int32 [S, P]
     states: StateStep | None = None
     token_ids: torch.Tensor | None = None  # int64 [T]
+    turned: torch.Tensor | None = None  # int64 [T]
     pictures: PictureRows | None = None
     is_replayable: bool = False
     replicas: Mapping[torch.device, ForwardContext] = field(default_factory=dict)
@@ -164,7 +175,8 @@ class ForwardContext:
             block_table=self.block_table[seqs].clone(),
             states=None if self.states is None else self.states.part(rows, seqs, kv_lens),
             token_ids=None if self.token_ids is None else self.token_ids[rows].clone(),
-            pictures=None,
+            turned=None if self.turned is None else self.turned[rows].clone(),
+            pictures=None if self.pictures is None else self.pictures.block(rows),
             _moved={},
             _derived={},
         )
@@ -173,7 +185,9 @@ class ForwardContext:
         names = ("slot_mapping", "seq_ids", "kv_lens", "block_table")
         moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
         states = None if self.states is None else self.states.to(device, moved["kv_lens"])
-        moved["token_ids"] = None if self.token_ids is None else self.token_ids.to(device)
+        for name in ("token_ids", "turned"):
+            part = getattr(self, name)
+            moved[name] = None if part is None else part.to(device)
         pictures = None if self.pictures is None else self.pictures.to(device)
         return replace(self, **moved, states=states, pictures=pictures, replicas={}, blocks=(), _moved={}, _derived={})
 

@@ -9,6 +9,7 @@ Knows sequences and features, no model.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -79,18 +80,23 @@ class RunPictures:
         """Whether a position shows a part of a picture."""
         return _some_in(self._at, position, position + 1)
 
-    def is_plain(self, start: int, end: int) -> bool:
-        """Whether positions from `start` to before `end` show nothing, and have one rotary position each."""
-        return not _some_in(self._at, start, end) and not _some_in(self._uneven, start, end)
+    def is_plain(self, start: int, end: int, pool: int = 1) -> bool:
+        """Whether positions from `start` to before `end` show nothing, and have one rotary position each, which follows
+        that of `pool` - 1 positions before."""
+        if _some_in(self._at, start, end) or _some_in(self._uneven, start, end):
+            return False
+        if pool == 1 or self._axes is None:
+            return True
+        turned = self.positions(max(start + 1 - pool, 0), end)
+        return bool((np.diff(turned) == 1).all())
 
     def positions(self, start: int, end: int) -> npt.NDArray[np.int64]:
-        """Return rotary positions, [3, end - start]."""
-        behind = np.arange(start, end) + self.shift
-        found = np.broadcast_to(behind, (3, end - start)).copy()
-        if self._axes is not None:
-            known = self._axes[:, start:end]
-            found[:, : known.shape[1]] = known
-        return found
+        """Return rotary positions, [3, end - start]; of places in front of the first, that of the first."""
+        places = np.arange(start, end).clip(min=0)
+        if self._axes is None:
+            return np.broadcast_to(places, (3, end - start)).copy()
+        known: npt.NDArray[np.int64] = self._axes[:, places.clip(max=self.prompt_len - 1)]
+        return np.where(places < self.prompt_len, known, places + self.shift)
 
     def shown(self, start: int, end: int) -> list[tuple[npt.NDArray[np.int64], PictureFeatures, npt.NDArray[np.int64]]]:
         """Return, of each picture with positions from `start` to before `end`: these, counted from `start`, its
@@ -134,23 +140,26 @@ def _some_in(positions: npt.NDArray[np.int64], start: int, end: int) -> bool:
 
 
 def pictures_in(
-    rows: Sequence[StepRow], positions: torch.Tensor, kv_lens: torch.Tensor, family: PictureFamily
+    rows: Sequence[StepRow], positions: torch.Tensor, kv_lens: torch.Tensor, family: PictureFamily, pool: int = 1
 ) -> tuple[torch.Tensor, PictureRows | None, list[tuple[int, str]]]:
     """Put pictures into a step: return its rotary positions, what shows pictures in it, and (row, why) of rows whose
     pictures cannot be had, which are computed without them.
 
-    positions: int64 [T], indices. kv_lens: int32 [T]. Positions come back as [3, T] where some row needs them.
+    positions: int64 [T], indices. kv_lens: int32 [T]. pool: positions of pools that layers rotate; 1: they have none.
+    Positions come back as [3, T] where some row needs them.
     """
     turned = np.broadcast_to(positions.numpy(), (3, len(positions))).copy()
-    ends, starts = kv_lens.clone(), kv_lens - 1
+    ends, starts, back = kv_lens.clone(), kv_lens - 1, (turned + 1 - pool).clip(min=0)
     parts = list[tuple[npt.NDArray[np.int64], PictureFeatures, npt.NDArray[np.int64]]]()
     failed, is_plain, first = list[tuple[int, str]](), True, 0
     for index, (pictures, start, end) in enumerate(rows):
-        if pictures is not None and start >= pictures.prompt_len:
+        if pictures is not None and start >= pictures.prompt_len + pool - 1:
             turned[:, first : first + end - start] += pictures.shift
+            back[:, first : first + end - start] += pictures.shift
         elif pictures is not None:
             turned[:, first : first + end - start] = pictures.positions(start, end)
-            is_plain &= pictures.is_plain(start, end)
+            back[:, first : first + end - start] = pictures.positions(start + 1 - pool, end + 1 - pool)
+            is_plain &= pictures.is_plain(start, end, pool)
             try:
                 parts += [(at + first, features, which) for at, features, which in pictures.shown(start, end)]
             except PICTURE_FAILURES as error:
@@ -162,12 +171,12 @@ def pictures_in(
         return torch.from_numpy(turned[0].copy()), None, failed
     is_even = bool((turned == turned[0]).all())
     axes = torch.from_numpy(turned[0].copy() if is_even else turned)
-    shown = _joined(parts)
+    shown = PictureRows(*_joined(parts), pool_starts=torch.from_numpy(back) if pool > 1 else None)
     if family.keeps_whole:
-        sight = {"ends_in_full": family.ends_in_full, "ends_in_windows": family.ends_in_windows}
-        shown = PictureRows(*shown, ends=ends, starts=starts if family.keeps_starts else None, **sight)
-        return axes, shown, failed
-    return axes, PictureRows(*shown), failed
+        in_full, in_windows = family.ends_in_full, family.ends_in_windows
+        shown = replace(shown, ends=ends, ends_in_full=in_full, ends_in_windows=in_windows)
+        shown = replace(shown, starts=starts if family.keeps_starts else None)
+    return axes, shown, failed
 
 
 def _joined(

@@ -168,6 +168,7 @@ class OneTokenStep:
             kv_lens=self._kv_lens,
             block_table=torch.from_numpy(pages[None]),
             states=_states_of(self._cache, row, self._kv_lens),
+            turned=self.positions,
         )
 
 

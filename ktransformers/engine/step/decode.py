@@ -167,6 +167,7 @@ class DecodeSteps:
             block_table=inputs.block_table,
             states=inputs.states,
             token_ids=inputs.token_ids,
+            turned=inputs.positions if any(shape.index_pool > 1 for shape in self._cache.shapes) else None,
             is_replayable=True,
         ).replicated(device.torch_device for device in self._layout.devices)
         entry, last = self._layout.entry, self._layout.last

@@ -68,12 +68,9 @@ class ExecutorRun:
         """What rotary positions behind the prompt are further than indices."""
         return 0 if self.pictures is None else self.pictures.shift
 
-    def is_plain(self, row: ScheduledSequence) -> bool:
-        """Whether nothing about pictures is to be done for a row but `shift`."""
-        pictures = self.pictures
-        return pictures is None or (
-            row.start >= self.start.prompt_len and pictures.is_plain(row.start, row.start + row.num_tokens)
-        )
+    def is_plain(self, row: ScheduledSequence, pool: int) -> bool:
+        """Whether nothing about pictures is to be done for a row but `shift`. pool: see RunPictures.is_plain."""
+        return self.pictures is None or row.start >= self.pictures.prompt_len + pool - 1
 
     def _extend(self, row: ScheduledSequence, num_pages: int) -> None:
         if row.first_page > len(self.block_table):
@@ -171,16 +168,18 @@ def with_pictures(
     positions: torch.Tensor,
     context: ForwardContext,
     family: PictureFamily,
+    pool: int,
 ) -> tuple[torch.Tensor, ForwardContext]:
-    """Put the pictures of runs into a step: return its rotary positions and context. Notes which runs fail."""
+    """Put the pictures of runs into a step: return its rotary positions and context. Notes which runs fail. pool: see
+    pictures_in."""
     if all(run.pictures is None for run in runs):
         return positions, context
     shown = [(run.pictures, row.start, row.start + row.num_tokens) for run, row in zip(runs, rows, strict=True)]
-    turned, pictures, failed = pictures_in(shown, positions, context.kv_lens, family)
+    turned, pictures, failed = pictures_in(shown, positions, context.kv_lens, family, pool)
     for index, why in failed:
         runs[index].error = runs[index].failure = why
         runs[index].sampler = None
-    return turned, context if pictures is None else replace(context, pictures=pictures)
+    return turned, replace(context, pictures=pictures, turned=turned if turned.dim() == 1 else None)
 
 
 def prompt_scores(

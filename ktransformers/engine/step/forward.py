@@ -19,8 +19,7 @@ from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import CPU
 from ktransformers.operators.exact import NativeMathMode, modules_on_torch
-from ktransformers.operators.layers.pictures import adding_pictures
-from ktransformers.operators.layers.traced import layer_list
+from ktransformers.operators.layers.pictures import adding_pictures, is_later_stage
 
 __all__ = ["ForwardPass", "StepInputs"]
 
@@ -112,7 +111,7 @@ class ForwardPass:
     def _shown(self, embedded: Tensor, context: ForwardContext) -> Tensor:
         """What the embedding gave, [T, width], with pictures in their rows; unless it came from another stage."""
         pictures = context.pictures
-        if pictures is None or getattr(layer_list(self.model), "first", 0):
+        if pictures is None or is_later_stage(self.model):
             return embedded
         hidden = pictures.hidden.to(embedded.device, embedded.dtype)
         embedded = embedded.clone()  # some tables lend their memory

@@ -153,6 +153,7 @@ class PagedExecutor:
         self._expert_counts, self._take_counts = expert_counts, take_counts
         self._mask_of = mask_of or (lambda start: None)
         self._eos_token_ids = tuple(eos_token_ids)
+        self._pool_size = max((shape.index_pool for shape in cache.shapes), default=1)
         self._counted = expert_counts()  # as it was after the last step
         self._runs: dict[int, ExecutorRun] = {}
         self._previous: list[int] = []  # tokens that the step before sampled, by sampled row
@@ -240,13 +241,13 @@ class PagedExecutor:
             self._runs[start.run_id] = self._started(start)
         rows = plan.rows
         runs = [self._runs[row.run_id] for row in rows]
-        if len(rows) == 1 and rows[0].num_tokens == 1 and runs[0].is_plain(rows[0]):
+        if len(rows) == 1 and rows[0].num_tokens == 1 and runs[0].is_plain(rows[0], self._pool_size):
             return self._one_token(rows[0], runs, one_token)
         kept = kept_of(rows, runs)
         token_ids, sources = self._token_ids(rows)
         tables = [run.pages(row) for run, row in zip(runs, rows, strict=True)]
         positions, context = paged_context(self._cache, self._pool, rows, tables)
-        positions, context = with_pictures(rows, runs, positions, context, self._family)
+        positions, context = with_pictures(rows, runs, positions, context, self._family, self._pool_size)
         keep = torch.from_numpy(np.array(kept.rows, dtype=np.int64))
         return StepTensors(runs, kept, torch.from_numpy(token_ids), positions, context, keep, sources)
 

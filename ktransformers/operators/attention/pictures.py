@@ -33,7 +33,9 @@ def attend_pictures(
         return attend(call)
     shown, ends = pictures, pictures.ends
     positions = context.derived(
-        f"positions of pictures in a window of {call.window}", ends, lambda ends: _seen(context, shown, ends, call.window)
+        f"positions of pictures in a window of {call.window}",
+        ends,
+        lambda ends: _seen(context, shown, ends, call.window),
     )
     out = attend(call)
     out[shown.rows] = attend(replace(call, q=call.q[shown.rows], pages=positions.pages, window=0))

@@ -16,7 +16,17 @@ from ktransformers.operators.layers.native_stack import NativeStack
 from ktransformers.operators.layers.traced import layer_list
 from ktransformers.operators.recorder import intercepted
 
-__all__ = ["adding_pictures"]
+__all__ = ["adding_pictures", "is_later_stage"]
+
+
+def is_later_stage(model: nn.Module) -> bool:
+    """Whether the layers of `model` get their hidden states from another stage of a pipeline."""
+    return _first_layer(layer_list(model)) > 0
+
+
+def _first_layer(layers: nn.ModuleList | None) -> int:
+    first: int = getattr(layers, "first", 0)  # type: ignore[arg-type]
+    return first
 
 
 def adding_pictures(model: nn.Module, context: ForwardContext) -> AbstractContextManager[None]:
@@ -25,10 +35,9 @@ def adding_pictures(model: nn.Module, context: ForwardContext) -> AbstractContex
     pictures, layers = context.pictures, layer_list(model)
     if pictures is None or not pictures.by_layer or layers is None:
         return nullcontext()
-    first = int(getattr(layers, "first", 0))  # of a stage of a pipeline
     alone = [
         (index, layer)
-        for index, layer in enumerate(layers._modules.values(), first)
+        for index, layer in enumerate(layers._modules.values(), _first_layer(layers))
         if layer is not None and not isinstance(layer, NativeStack | LayerStack | Done)
     ]
 
