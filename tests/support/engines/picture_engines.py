@@ -17,6 +17,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import Engine, Hardware, build_engine
 from ktransformers.engine.media.family import PictureFamily
 from ktransformers.engine.media.features import PictureFeatures
+from ktransformers.engine.parallel.ranks.driver import Driver
 from ktransformers.errors import EngineError
 from ktransformers.media.records import MediaItem, is_media_id, media_ids
 from tests.support.models.composites import tiny_composite
@@ -143,13 +144,18 @@ def picture_composite(name: str, seed: int = 1, **text_values: object) -> PreTra
 
 
 def picture_engine(
-    model: PreTrainedModel, folder: Path, hardware: Hardware | None = None, **settings: object
+    model: PreTrainedModel,
+    folder: Path,
+    hardware: Hardware | None = None,
+    worker_hardware: str | None = None,
+    **settings: object,
 ) -> tuple[Engine, ComposedPictures]:
-    """An engine of the composite's text model, which shows pictures."""
+    """An engine of the composite's text model, which shows pictures. worker_hardware: where other processes run."""
     model.save_pretrained(folder)
     values = {"cache_lens": 256, "cpu_infer": 1, **settings}
     config = EngineConfig(model_path=folder, **values)  # type: ignore[arg-type]
-    engine = build_engine(config, hardware=hardware, page_size=8, max_batch_size=4)
+    ranks = None if worker_hardware is None else Driver(config, None, worker_hardware)
+    engine = build_engine(config, hardware=hardware, page_size=8, max_batch_size=4, ranks=ranks)
     pictures = ComposedPictures.of(model)
     engine.executor.pictures = pictures
     return engine, pictures
