@@ -9,7 +9,7 @@ from ktransformers.core import SamplingParams
 from ktransformers.errors import ConfigError, ContextLengthError, UnsupportedError
 from ktransformers.media.records import MediaItem, is_media_id, picture_stretches
 
-__all__ = ["Limits"]
+__all__ = ["Limits", "tokens_beside"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Limits:
         if self.max_picture_len is not None:
             self._check_pictures(prompt_ids, media, self.max_picture_len)
         named = {
-            "the prompt": _tokens_beside(prompt_ids, media),
+            "the prompt": tokens_beside(prompt_ids, media),
             "the prediction": prediction_ids,  # draft tokens are inputs of the model, as the prompt is
             "logit_bias": tuple(params.logit_bias),
             "allowed_token_ids": params.allowed_token_ids or (),
@@ -107,9 +107,9 @@ class Limits:
         )
 
 
-def _tokens_beside(prompt_ids: Sequence[int], media: Sequence[MediaItem]) -> Sequence[int]:
-    """The ids of a prompt that stand for tokens. Raises ConfigError for items that are no stretches of it, one behind
-    the other."""
+def tokens_beside(prompt_ids: Sequence[int], media: Sequence[MediaItem]) -> Sequence[int]:
+    """Return the ids of a prompt that stand for tokens. Raises ConfigError for items that are no stretches of it, one
+    behind the other."""
     if not media:
         return prompt_ids
     found, end = list[int](), 0

@@ -31,6 +31,7 @@ from ktransformers.engine.sequence.outputs import (
 from ktransformers.engine.sequence.prompts import check_callable
 from ktransformers.engine.sequence.saved_session import SavedSession, as_path, begun_of, saved_of
 from ktransformers.errors import EngineError, UnsupportedError
+from ktransformers.media.records import MediaItem
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class _Asked:
     prompt_ids: list[int] = field(default_factory=list)
     params: SamplingParams | None = None
     answer_ids: Sequence[int] = ()  # of an answer that was begun before
+    media: Sequence[MediaItem] = ()  # of its prompt
 
 
 class AsyncAnswer:
@@ -298,7 +300,7 @@ class AsyncLLM:
         def read(reader: PromptReader) -> tuple[list[int], SamplingParams]:
             return list(begun.prompt_ids), reader.params(begun.params)
 
-        return self._answer(_Asked(read, answer_ids=begun.answer_ids))
+        return self._answer(_Asked(read, answer_ids=begun.answer_ids, media=begun.media))
 
     async def save_session(
         self,
@@ -344,7 +346,9 @@ class AsyncLLM:
             except RuntimeError:  # the event loop is closed, and its tasks with it
                 batches.abort([request])
 
-        request = EngineRequest(asked.prompt_ids, params, name=asked.request_id, answer_ids=asked.answer_ids)
+        request = EngineRequest(
+            asked.prompt_ids, params, name=asked.request_id, answer_ids=asked.answer_ids, media=asked.media
+        )
         batches.check_begun(request)
         generation = prefill_and_generate(batches, request)
         try:

@@ -36,6 +36,7 @@ from ktransformers.profiling.messages import ProfileMeta
 from ktransformers.scheduler.commands import Add, Finish, ProfileOff, ProfileOn, Resume, Suspend
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.driver import SchedulerDriver
+from ktransformers.scheduler.limits import tokens_beside
 from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerStats, StepPlan
 
 __all__ = ["BatchLoop", "EngineRequest", "EventCallback", "PrefillChunk"]
@@ -282,8 +283,9 @@ class BatchLoop(Generic[EngineT]):
 
         Raises SessionFileError, ConfigError for ids that the model does not have, EngineError when closed.
         """
-        token_ids = session.token_ids if isinstance(session, PartialGeneration) else list(session)
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.config.vocab_size:
+        begun = session if isinstance(session, PartialGeneration) else PartialGeneration(session, SamplingParams())
+        token_ids, named = begun.token_ids, tokens_beside(begun.token_ids, begun.media)
+        if named and not 0 <= min(named) <= max(named) < self.config.vocab_size:
             raise ConfigError(f"token ids must be in [0, {self.config.vocab_size})")
         kept = take_pages(self.visit, token_ids, path)
         return write_saved(path, self.engine.identity, session, kept, messages)

@@ -299,7 +299,7 @@ class LLM:
         self._require_open()
         begun = saved_of(session).begun(sampling_params)
         begun = replace(begun, params=self._reader.params(begun.params))
-        request = EngineRequest(begun.prompt_ids, begun.params, answer_ids=begun.answer_ids)
+        request = EngineRequest(begun.prompt_ids, begun.params, answer_ids=begun.answer_ids, media=begun.media)
         self._batches.check_begun(request)
         return self._events(request, Control(should_stop))
 

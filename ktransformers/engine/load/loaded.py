@@ -89,7 +89,6 @@ class Engine(LoadedModel):
     @property
     def scheduler_config(self) -> SchedulerConfig:
         """The limits of a scheduler for this engine, one step at a time. Raises ConfigError."""
-        keeps_pictures_whole = self.executor.pictures is not None and self.executor.pictures.family.keeps_whole
         return replace(
             scheduler_limits(self.config, self.model, self.cache, self.max_batch_size),
             num_states=self.cache.num_states,
@@ -97,10 +96,20 @@ class Engine(LoadedModel):
             tiers=self.tiers,
             max_drafts=self.max_drafts,
             drafter=self.drafter,
-            keeps_pictures_whole=keeps_pictures_whole,
-            long_chunk_size=0 if keeps_pictures_whole else self.hot.long_steps.rows,  # their blocks may cut a picture
+            keeps_pictures_whole=self.keeps_pictures_whole,
+            long_chunk_size=self.long_chunk_size,
             long_prompt=self.hot.long_steps.least_tokens,
         )
+
+    @property
+    def keeps_pictures_whole(self) -> bool:
+        """Whether positions of a picture see each other, see SchedulerConfig."""
+        return self.executor.pictures is not None and self.executor.pictures.family.keeps_whole
+
+    @property
+    def long_chunk_size(self) -> int:
+        """Tokens of a step of long prompts, see SchedulerConfig: none where its blocks would cut pictures."""
+        return 0 if self.keeps_pictures_whole else self.hot.long_steps.rows
 
     @property
     def uses_gpus(self) -> bool:

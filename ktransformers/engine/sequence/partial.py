@@ -6,17 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ktransformers.core import SamplingParams
+from ktransformers.media.records import MediaItem
 
 __all__ = ["PartialGeneration"]
 
 
 @dataclass(frozen=True, slots=True)
 class PartialGeneration:
-    """A prompt, how tokens are chosen, and those of its answer that there are already."""
+    """A prompt, how tokens are chosen, and those of its answer that there are already. media: the prompt's pictures."""
 
     prompt_ids: Sequence[int]
     params: SamplingParams
     answer_ids: Sequence[int] = ()
+    media: Sequence[MediaItem] = ()
 
     @property
     def token_ids(self) -> list[int]:

@@ -23,7 +23,8 @@ from ktransformers.engine.sequence.prompts import ids_of, shown
 from ktransformers.engine.sequence.session_file import SessionFile, SessionHeader, open_session, write_session
 from ktransformers.engine.sequence.session_store import StoredSession
 from ktransformers.errors import ConfigError, ContextLengthError
-from ktransformers.scheduler.limits import Limits
+from ktransformers.media.records import MediaItem
+from ktransformers.scheduler.limits import Limits, tokens_beside
 
 __all__ = ["SavedSession", "as_path", "begun_of", "read_saved", "saved_of", "write_saved"]
 
@@ -36,7 +37,7 @@ class SavedSession:
 
     token_ids: all of it; the first prompt_len were the prompt of the last answer, whose parameters are params, None
     without an answer. cached_len: of how many leading tokens keys and values are in the file, or, loaded, in the cache.
-    messages: the conversation, if it was saved with one. nbytes: of the file.
+    messages: the conversation, if it was saved with one. nbytes: of the file. media: pictures among the tokens.
     """
 
     token_ids: tuple[int, ...]
@@ -45,6 +46,7 @@ class SavedSession:
     cached_len: int
     messages: list[dict[str, Any]] | None
     nbytes: int
+    media: tuple[MediaItem, ...] = ()
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
@@ -69,7 +71,8 @@ class SavedSession:
         if params.seed is None and self.params is not None:
             params = replace(params, seed=self.params.seed)
         # Both are about the prompt, and came with the first token.
-        return PartialGeneration(self.prompt_ids, replace(params, prompt_logprobs=None, pooling=None), self.answer_ids)
+        params = replace(params, prompt_logprobs=None, pooling=None)
+        return PartialGeneration(self.prompt_ids, params, self.answer_ids, self.media)
 
 
 def begun_of(
@@ -82,7 +85,7 @@ def begun_of(
     if isinstance(session, SavedSession):
         if session.params is None:
             return session.token_ids
-        return PartialGeneration(session.prompt_ids, session.params, session.answer_ids)
+        return PartialGeneration(session.prompt_ids, session.params, session.answer_ids, session.media)
     if isinstance(session, RequestOutput):
         return PartialGeneration(session.prompt_token_ids, session.params, session.token_ids)
     return ids_of(session, _no_text)
@@ -114,8 +117,10 @@ def write_saved(
     messages: list[dict[str, Any]] | None,
 ) -> SavedSession:
     """Write a session with what is kept of its first tokens. Raises SessionFileError."""
+    media: tuple[MediaItem, ...] = ()
     if isinstance(session, PartialGeneration):
         token_ids, prompt_len, params = _known(session), len(session.prompt_ids), session.params
+        media = tuple(session.media)
     else:
         token_ids, prompt_len, params = tuple(session), len(session), None
     header = SessionHeader(
@@ -125,9 +130,10 @@ def write_saved(
         params=params,
         state_lens=kept.state_lens,
         messages=messages,
+        media=media,
     )
     nbytes = write_session(path, header, token_ids, kept.tensors)
-    return SavedSession(token_ids, prompt_len, params, kept.cached_len, messages, nbytes)
+    return SavedSession(token_ids, prompt_len, params, kept.cached_len, messages, nbytes, media)
 
 
 def _known(begun: PartialGeneration) -> tuple[int, ...]:
@@ -147,7 +153,11 @@ def read_saved(
     difference = identity.other_model(header.model)
     if difference is not None:
         raise file.fail(difference)
-    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < limits.vocab_size:
+    try:
+        named = tokens_beside(token_ids, header.media)
+    except ConfigError as error:
+        raise file.fail(str(error)) from error
+    if named and not 0 <= min(named) <= max(named) < limits.vocab_size:
         raise file.fail("it names tokens that the model does not have")
     if len(token_ids) > limits.max_len:
         raise ContextLengthError(
@@ -159,7 +169,8 @@ def read_saved(
     difference = identity.other_arithmetic(header.model)
     if difference is not None and not recompute:
         raise file.fail(f"{difference}. Its tokens can be used: recompute=True computes their keys and values again")
-    saved = SavedSession(token_ids, header.prompt_len, header.params, header.cached_len, header.messages, file.nbytes)
+    known = token_ids, header.prompt_len, header.params, header.cached_len, header.messages
+    saved = SavedSession(*known, file.nbytes, header.media)
     if difference is None:
         return saved, file
     logger.warning("the %d tokens of the session are computed again: %s", len(token_ids), difference)

@@ -33,6 +33,7 @@ from safetensors.torch import save_file
 from ktransformers.core import SamplingParams, format_bytes
 from ktransformers.engine.model.fingerprint import ModelIdentity
 from ktransformers.errors import SessionFileError, reason_of
+from ktransformers.media.records import MediaItem
 
 __all__ = ["SUFFIX", "SessionFile", "SessionHeader", "mapped_tensors", "open_session", "state_name", "write_session"]
 
@@ -46,13 +47,13 @@ _ALIGN = 64
 _MARGIN = 1 << 16  # of a file beside its tensors and its header's own JSON
 
 
-class SessionHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SessionHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The header of a session file: what it says beside its tensors.
 
     cached_len: of how many leading tokens keys and values are in the file. prompt_len: how many of the tokens were the
     prompt of the last answer, whose parameters are params, the seed set; all of them and None without an answer.
     state_lens: behind how many tokens there are states of recurrent layers. messages: the conversation, where there is
-    one.
+    one. media: the pictures among the tokens, which are not in the file.
     """
 
     model: ModelIdentity
@@ -61,6 +62,7 @@ class SessionHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     params: SamplingParams | None = None
     state_lens: tuple[int, ...] = ()
     messages: list[dict[str, Any]] | None = None
+    media: tuple[MediaItem, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,8 +104,8 @@ class KeptRows:
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """The inputs of a step, as the runner takes them: ids and positions [T], and which rows' logits are kept. runs: of
-    the plan's rows."""
+    """The inputs of a step, as the runner takes them: ids and positions [T], [3, T] with pictures whose positions have
+    three axes, and which rows' logits are kept. runs: of the plan's rows."""
 
     runs: Sequence[ExecutorRun]
     kept: KeptRows

@@ -178,7 +178,7 @@ class KRotaryEmbedding(WrapperOperator):
                 self._grow(x, needed)
         at = self.device.move(position_ids)
         if at.dim() == 3:
-            axes = self._asked_axes().to(at.device)
+            axes = self._asked_axes()
             at = at[axes].movedim(0, -1).contiguous()  # of each column
             parts = tuple(part[at, torch.arange(len(axes), device=at.device)] for part in self._tables[layer_type])
         else:
@@ -197,7 +197,7 @@ class KRotaryEmbedding(WrapperOperator):
             changed = (parts[..., :3, :] != parts[..., 3:, :]).flatten(0, -3).any(0)  # [3, D]
             if parts.dim() != 4 or parts.shape[1] != 1 or bool((changed.sum(0) > 1).any()):
                 raise UnsupportedError(f"{self.key} ({type(self.inner).__name__}) mixes time, height and width")
-            self._axes = changed.int().argmax(0)
+            self._axes = self.device.move(changed.int().argmax(0))
         return self._axes
 
     def _inner_forward(self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

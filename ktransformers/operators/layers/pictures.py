@@ -25,7 +25,7 @@ def is_later_stage(model: nn.Module) -> bool:
 
 
 def _first_layer(layers: nn.ModuleList | None) -> int:
-    first: int = getattr(layers, "first", 0)  # type: ignore[arg-type]
+    first: int = getattr(layers, "first", 0)
     return first
 
 

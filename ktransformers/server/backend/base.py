@@ -38,7 +38,7 @@ class ModelInfo:
     max_drafts: draft tokens of an answer in a step at most; 0: none are run. drafter: what finds them:
     ngram, draft or mtp. card: sizes and names for people. digest:
     32 bytes that models of another kind or settings of their arithmetic do not have, nor most other weights; empty
-    where nobody asks. weights: their files, for exact_fingerprint.
+    where nobody asks. weights: their files, for exact_fingerprint. max_picture_len: see Limits.
     """
 
     tokenizer: Tokenizer
@@ -55,6 +55,7 @@ class ModelInfo:
     weights: tuple[FileState, ...] = ()
     max_drafts: int = 0
     drafter: str = "ngram"
+    max_picture_len: int | None = None
 
     @property
     def limits(self) -> Limits:
@@ -65,6 +66,7 @@ class ModelInfo:
             has_vocabulary=self.tokenizer.has_vocabulary,
             has_head=self.card.has_head,
             is_models_limit=self.is_models_limit,
+            max_picture_len=self.max_picture_len,
             set_by="the server's --cache_lens",
             remedy="start the server with a larger --cache_lens",
         )

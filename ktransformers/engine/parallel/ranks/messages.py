@@ -83,14 +83,15 @@ class Shown(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def of(cls, pictures: PictureRows, positions: torch.Tensor) -> Shown:
         """Make the part of a step's message. positions: of the step."""
-        axes = positions if positions.dim() == 2 else None
-        more = pictures.ends, pictures.starts, pictures.pool_starts, axes
         return cls(
             pictures.hidden.shape[-1],
             _bytes(pictures.rows),
             _bytes(pictures.hidden.float()),
             [_bytes(part.float()) for part in pictures.by_layer],
-            *(b"" if part is None else _bytes(part) for part in more),
+            _bytes(pictures.ends),
+            _bytes(pictures.starts),
+            _bytes(pictures.pool_starts),
+            _bytes(positions if positions.dim() == 2 else None),
             pictures.ends_in_full,
             pictures.ends_in_windows,
         )
@@ -114,8 +115,8 @@ class Shown(msgspec.Struct, frozen=True, array_like=True):
         return _numbers(data, np.int64).view(3, -1) if data else None
 
 
-def _bytes(part: torch.Tensor) -> bytes:
-    return part.cpu().contiguous().numpy().tobytes()
+def _bytes(part: torch.Tensor | None) -> bytes:
+    return b"" if part is None else part.cpu().contiguous().numpy().tobytes()
 
 
 def _numbers(data: bytes, dtype: type[np.generic]) -> torch.Tensor:

@@ -83,6 +83,7 @@ class LoadedLoop:
             card=described.card,
             max_drafts=loop.config.max_drafts,
             drafter=loop.config.drafter,
+            max_picture_len=limits.max_picture_len,
         )
         return cls(model, loop, profiled)
 
