@@ -182,14 +182,22 @@ class ForwardContext:
         )
 
     def _copy(self, device: torch.device) -> ForwardContext:
-        names = ("slot_mapping", "seq_ids", "kv_lens", "block_table")
-        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
+        moved = {name: getattr(self, name).to(device) for name in ("slot_mapping", "seq_ids", "kv_lens", "block_table")}
         states = None if self.states is None else self.states.to(device, moved["kv_lens"])
-        for name in ("token_ids", "turned"):
-            part = getattr(self, name)
-            moved[name] = None if part is None else part.to(device)
+        ids, turned = (None if part is None else part.to(device) for part in (self.token_ids, self.turned))
         pictures = None if self.pictures is None else self.pictures.to(device)
-        return replace(self, **moved, states=states, pictures=pictures, replicas={}, blocks=(), _moved={}, _derived={})
+        return replace(
+            self,
+            **moved,
+            states=states,
+            token_ids=ids,
+            turned=turned,
+            pictures=pictures,
+            replicas={},
+            blocks=(),
+            _moved={},
+            _derived={},
+        )
 
     def moved(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return `tensor` on `device`, copied once per step however many layers ask."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import nn
@@ -41,10 +40,11 @@ def adding_pictures(model: nn.Module, context: ForwardContext) -> AbstractContex
         if layer is not None and not isinstance(layer, NativeStack | LayerStack | Done)
     ]
 
-    def run(key: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def run(key: int, forward: Callable[..., object], /, *args: object, **kwargs: object) -> object:
         output = forward(*args, **kwargs)
         if isinstance(output, torch.Tensor):
             return pictures.add_behind(key, output)
+        assert isinstance(output, tuple), "layers give hidden states, or something behind them"
         return pictures.add_behind(key, output[0]), *output[1:]
 
     return intercepted(alone, run)
