@@ -47,3 +47,9 @@ def test_windows_that_a_picture_widens() -> None:
     causal, near = columns <= rows, columns > rows - 4
     assert _read("any", {"sliding_attention": (causal & near) | same}) == (False, True, True)
     assert _read("any", {"sliding_attention": causal & near, "full_attention": causal | same}) == (True, False, False)
+
+
+def test_features_behind_layers_of_its_choice_are_refused() -> None:
+    config = CONFIG_MAPPING["granite4_vision"](deepstack_layer_map=[(-3, 1)])
+    with pytest.raises(UnsupportedError, match="behind layers of its choice"):
+        PictureFamily.of(config)
