@@ -65,9 +65,12 @@ class RunPictures:
         self.shift = 0
         axes = encoder.positions(start.token_ids[: start.prompt_len], self._media)
         if axes is not None:
-            if tuple(axes.shape) != (3, len(prompt)):
-                raise EngineError(f"rotary positions {tuple(axes.shape)} of a prompt of {len(prompt)} tokens")
-            self._axes = axes.numpy()
+            if tuple(axes.shape) != (3, len(prompt)) or not 0 <= int(axes.min()) <= int(axes.max()) < len(prompt):
+                raise EngineError(  # tables of angles are as long as sequences
+                    f"rotary positions {tuple(axes.shape)} from {int(axes.min())} to {int(axes.max())} of a prompt of "
+                    f"{len(prompt)} tokens"
+                )
+            self._axes = axes.cpu().long().numpy()
             self.shift = int(self._axes.max()) + 1 - len(prompt)
         self._uneven = self._at[:0] if self._axes is None else np.flatnonzero((self._axes != self._axes[0]).any(0))
 

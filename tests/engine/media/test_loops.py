@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.core import FinishReason, SamplingParams
@@ -153,8 +154,10 @@ def test_a_tower_that_fails_ends_its_request_alone(paged: Paged) -> None:
     paged.check(loop, {again: (prompts[1], GREEDY)})
 
 
-@pytest.mark.parametrize("kind", ["other ids", "no picture", "too few features"])
-def test_pictures_that_are_not_the_prompts_end_its_request(paged: Paged, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["other ids", "no picture", "too few features", "far away"])
+def test_pictures_that_are_not_the_prompts_end_its_request(
+    paged: Paged, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pictures = paged.pictures
     shown, other = pictures.picture("shown", 2, 2), pictures.picture("other", 2, 2)
     prompt = pictures.prompt([5], shown, [6, 7])
@@ -163,6 +166,8 @@ def test_pictures_that_are_not_the_prompts_end_its_request(paged: Paged, kind: s
     elif kind == "too few features":
         small = pictures.picture("small", 1, 2)
         pictures.pictures[shown.digest].features = small.features
+    elif kind == "far away":
+        monkeypatch.setattr(pictures, "positions", lambda ids, media: torch.arange(len(ids)).expand(3, -1) + 1)
     else:
         pictures.pictures.pop(shown.digest)
     loop = paged.loop()

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import Engine, Hardware, build_engine
@@ -108,6 +107,8 @@ class ComposedPictures:
 
     def logits(self, prompt: Prompt, answer: Sequence[int] = ()) -> torch.Tensor:
         """What transformers' whole composite gives, [T, V]."""
+        from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
+
         ids = [*prompt.plain_ids, *answer]
         shown = [self.pictures[item.digest] for item in prompt.media]
         types = torch.tensor([[*map(int, map(is_media_id, prompt.ids)), *[0] * len(answer)]])
