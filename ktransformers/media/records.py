@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from hashlib import shake_128
+from struct import unpack
 
 import msgspec
-import numpy as np
 
 __all__ = ["MEDIA_ID_BASE", "MediaItem", "is_media_id", "media_ids", "num_media_ids", "picture_stretches"]
 
@@ -41,9 +41,8 @@ class MediaItem(msgspec.Struct, frozen=True):
 
 def media_ids(digest: bytes, count: int) -> list[int]:
     """Return the pseudo-ids of a picture's positions, `count` of them, in their order."""
-    numbers = np.frombuffer(shake_128(digest).digest(4 * count), dtype="<u4") & _MASK
-    ids: list[int] = (numbers.astype(np.int64) + MEDIA_ID_BASE).tolist()
-    return ids
+    numbers = unpack(f"<{count}I", shake_128(digest).digest(4 * count))
+    return [MEDIA_ID_BASE + (number & _MASK) for number in numbers]
 
 
 def is_media_id(token_id: int) -> bool:

@@ -7,12 +7,14 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PretrainedConfig
 
 from ktransformers.errors import MODULE_FAILURES, UnsupportedError, named_reason
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 __all__ = ["PictureFamily"]
 
