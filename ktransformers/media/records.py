@@ -7,13 +7,13 @@ not know which positions are pictures: equal ids are equal contents.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from hashlib import shake_128
+from struct import unpack
 
 import msgspec
-import numpy as np
 
-__all__ = ["MEDIA_ID_BASE", "MediaItem", "is_media_id", "media_ids", "num_media_ids"]
+__all__ = ["MEDIA_ID_BASE", "MediaItem", "is_media_id", "media_ids", "num_media_ids", "picture_stretches"]
 
 MEDIA_ID_BASE = 1 << 30
 """The least pseudo-id. The largest fits into int32."""
@@ -41,9 +41,8 @@ class MediaItem(msgspec.Struct, frozen=True):
 
 def media_ids(digest: bytes, count: int) -> list[int]:
     """Return the pseudo-ids of a picture's positions, `count` of them, in their order."""
-    numbers = np.frombuffer(shake_128(digest).digest(4 * count), dtype="<u4") & _MASK
-    ids: list[int] = (numbers.astype(np.int64) + MEDIA_ID_BASE).tolist()
-    return ids
+    numbers = unpack(f"<{count}I", shake_128(digest).digest(4 * count))
+    return [MEDIA_ID_BASE + (number & _MASK) for number in numbers]
 
 
 def is_media_id(token_id: int) -> bool:
@@ -54,3 +53,19 @@ def is_media_id(token_id: int) -> bool:
 def num_media_ids(token_ids: Iterable[int]) -> int:
     """Return how many of these ids stand for parts of pictures."""
     return sum(map(is_media_id, token_ids))
+
+
+def picture_stretches(token_ids: Sequence[int], media: Iterable[MediaItem]) -> list[tuple[int, int]]:
+    """Return, in order, (first, last + 1) of all stretches of neighbouring positions that show one picture: families
+    whose pictures see themselves as a whole do so within these."""
+    found = list[tuple[int, int]]()
+    for item in media:
+        first = None
+        for place in range(item.start, item.end + 1):
+            is_shown = place < item.end and is_media_id(token_ids[place])
+            if is_shown and first is None:
+                first = place
+            elif not is_shown and first is not None:
+                found.append((first, place))
+                first = None
+    return found

@@ -11,6 +11,8 @@ builds a ForwardContext per step; Hugging Face modules hand it down as the keywo
     block_table[s, p]          page that holds positions p * page_size .. (p + 1) * page_size - 1 of sequence s
     states                     which states recurrent layers continue (kernels.types.StateStep); None without them
     token_ids[t]               row t's token, where layers that look it up get hidden states; None where they get ids
+    turned[t]                  row t's rotary position, where it may be another than kv_lens[t] - 1; None: it is not
+    pictures                   which rows show parts of pictures (PictureRows); None where none does
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from ktransformers.kernels.attention_call import RowPages
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.types import StateStep
 
-__all__ = ["ForwardContext", "LayerCache", "StateStep"]
+__all__ = ["ForwardContext", "LayerCache", "PictureRows", "StateStep"]
 
 _T = TypeVar("_T")
 
@@ -67,6 +69,50 @@ class LayerCache(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class PictureRows:
+    """The N rows of a step that show parts of pictures. It may have none of them, and positions of three axes.
+
+    rows: int64 [N], ascending. hidden: [N, H], in place of what the embedding has for tokens. by_layer: [N, H] each, to
+    be added to the hidden states of these rows behind layers 0, 1, ... of the model (deepstack). ends: int32 [T], where
+    each row of the step sees all of its picture: positions up to the picture's end, for others up to their own; None:
+    no row sees what is behind it. ends_in_full, ends_in_windows: which layers that is true of: those that see all
+    positions, and those that see the last ones, counted from the row's own. starts: int32 [T], the first position of
+    its picture, or its own, which a row sees where its window begins behind that, too; None: it does not. pool_starts:
+    int64 [3, T], rotary positions of the first positions of pools that rows end, where layers have pools.
+    """
+
+    rows: torch.Tensor
+    hidden: torch.Tensor
+    by_layer: tuple[torch.Tensor, ...] = ()
+    ends: torch.Tensor | None = None
+    starts: torch.Tensor | None = None
+    pool_starts: torch.Tensor | None = None
+    ends_in_full: bool = False
+    ends_in_windows: bool = False
+
+    def to(self, device: torch.device) -> PictureRows:
+        """Return the same on `device`, for its layers: without what only the embedding's place needs."""
+        by_layer = tuple(part.to(device) for part in self.by_layer)
+        names = ("ends", "starts", "pool_starts")
+        moved = {name: part.to(device) for name in names if (part := getattr(self, name)) is not None}
+        return replace(self, rows=self.rows.to(device), by_layer=by_layer, **moved)
+
+    def block(self, rows: slice) -> PictureRows | None:
+        """Return what attention of some rows knows, of a step whose rows see no picture as a whole."""
+        if self.pool_starts is None:
+            return None
+        return PictureRows(self.rows[:0], self.hidden[:0], pool_starts=self.pool_starts[:, rows].clone())
+
+    def add_behind(self, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states [1, T, H] or [T, H] behind layer `layer`, with what is added to them there."""
+        if layer >= len(self.by_layer):
+            return hidden_states
+        more = self.by_layer[layer].to(hidden_states.device, hidden_states.dtype)
+        flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+        return flat.index_add(0, self.rows.to(hidden_states.device), more).view(hidden_states.shape)
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardContext:
     """Rows, sequences and cache of one step, for operators; see the module's docstring. Built by `engine.step.context`
     on the CPU; `replicated` puts it on other devices too.
@@ -87,6 +133,8 @@ class ForwardContext:
     block_table: torch.Tensor  # int32 [S, P]
     states: StateStep | None = None
     token_ids: torch.Tensor | None = None  # int64 [T]
+    turned: torch.Tensor | None = None  # int64 [T]
+    pictures: PictureRows | None = None
     is_replayable: bool = False
     replicas: Mapping[torch.device, ForwardContext] = field(default_factory=dict)
     blocks: tuple[ForwardContext, ...] = ()
@@ -127,6 +175,8 @@ class ForwardContext:
             block_table=self.block_table[seqs].clone(),
             states=None if self.states is None else self.states.part(rows, seqs, kv_lens),
             token_ids=None if self.token_ids is None else self.token_ids[rows].clone(),
+            turned=None if self.turned is None else self.turned[rows].clone(),
+            pictures=None if self.pictures is None else self.pictures.block(rows),
             _moved={},
             _derived={},
         )
@@ -134,8 +184,20 @@ class ForwardContext:
     def _copy(self, device: torch.device) -> ForwardContext:
         moved = {name: getattr(self, name).to(device) for name in ("slot_mapping", "seq_ids", "kv_lens", "block_table")}
         states = None if self.states is None else self.states.to(device, moved["kv_lens"])
-        ids = None if self.token_ids is None else self.token_ids.to(device)
-        return replace(self, **moved, states=states, token_ids=ids, replicas={}, blocks=(), _moved={}, _derived={})
+        ids, turned = (None if part is None else part.to(device) for part in (self.token_ids, self.turned))
+        pictures = None if self.pictures is None else self.pictures.to(device)
+        return replace(
+            self,
+            **moved,
+            states=states,
+            token_ids=ids,
+            turned=turned,
+            pictures=pictures,
+            replicas={},
+            blocks=(),
+            _moved={},
+            _derived={},
+        )
 
     def moved(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return `tensor` on `device`, copied once per step however many layers ask."""

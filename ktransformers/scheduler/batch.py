@@ -10,7 +10,7 @@ from ktransformers.scheduler.records import NewSequence, ScheduledSequence, Step
 from ktransformers.scheduler.sequence import RunningState, Sequence
 from ktransformers.scheduler.tier_records import TierPlan
 
-__all__ = ["Batch", "PlannedRow", "PlannedStep"]
+__all__ = ["Batch", "PlannedRow", "PlannedStep", "runnable"]
 
 
 @dataclass(eq=False, slots=True)
@@ -168,6 +168,25 @@ class Batch:
             is_observed=is_observed,
             is_long=is_long,
         )
+
+
+def runnable(running: Seq[Sequence], num_stages: int) -> tuple[list[Sequence], list[Sequence]]:
+    """Return running sequences with tokens left to run, by rank: (one token, several tokens). With several stages those
+    whose next token is known, and of those with one token this step's share."""
+    decodes: list[Sequence] = []
+    prefills: list[Sequence] = []
+    num_away = 0
+    for seq in running:
+        run = seq.run
+        assert run is not None
+        if run.num_drafted or (run.num_pending and num_stages > 1):
+            num_away += 1
+            continue
+        total_len = len(seq.token_ids) + run.num_pending
+        if total_len < seq.limit_len:  # else the step in flight samples its last token
+            (decodes if total_len - run.planned_len == 1 else prefills).append(seq)
+    share = -(-(num_away + len(decodes)) // num_stages)
+    return decodes[:share], prefills
 
 
 def _saves(row: PlannedRow) -> list[tuple[int, int]]:

@@ -173,7 +173,7 @@ class SchedulerDriver:
         now = self._clock()
         elapsed = now - (self._busy_since or self._began_steps.get(result.step_id, now))
         self._began_steps.pop(result.step_id, None)
-        updates = self.scheduler.commit(
+        updates = self.scheduler.fail(result.failed) + self.scheduler.commit(
             result.step_id,
             result.results,
             result.prompt_logprobs,

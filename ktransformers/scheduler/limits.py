@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from ktransformers.core import SamplingParams
 from ktransformers.errors import ConfigError, ContextLengthError, UnsupportedError
-from ktransformers.media.records import MediaItem, is_media_id
+from ktransformers.media.records import MediaItem, is_media_id, picture_stretches
 
-__all__ = ["Limits"]
+__all__ = ["Limits", "tokens_beside"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,8 @@ class Limits:
 
     max_len: most tokens of prompt and answer together. is_models_limit: whether that is what the model takes; else
     set_by names the option that sets it, and remedy says in words how it is made larger. has_head: whether the model
-    generates text.
+    generates text. max_picture_len: most neighbouring positions of a picture, which one step has to compute; None: any
+    number.
     """
 
     max_len: int
@@ -28,6 +29,7 @@ class Limits:
     has_head: bool = True
     set_by: str = "--cache_lens"
     remedy: str = "start with a larger --cache_lens"
+    max_picture_len: int | None = None
 
     def check(
         self,
@@ -51,8 +53,10 @@ class Limits:
             raise self.too_long(len(prompt_ids))
         if len(prediction_ids) >= self.max_len:
             raise self.long_prediction(len(prediction_ids))
+        if self.max_picture_len is not None:
+            self._check_pictures(prompt_ids, media, self.max_picture_len)
         named = {
-            "the prompt": _tokens_beside(prompt_ids, media),
+            "the prompt": tokens_beside(prompt_ids, media),
             "the prediction": prediction_ids,  # draft tokens are inputs of the model, as the prompt is
             "logit_bias": tuple(params.logit_bias),
             "allowed_token_ids": params.allowed_token_ids or (),
@@ -68,6 +72,15 @@ class Limits:
                 raise ConfigError(f"logit_bias of token {token_id} must be in [-100, 100], got {bias}")
         if params.stop and not self.has_vocabulary:
             raise ConfigError("stop strings need a tokenizer, and this model's files hold none; use stop_token_ids")
+
+    @staticmethod
+    def _check_pictures(prompt_ids: Sequence[int], media: Sequence[MediaItem], most: int) -> None:
+        longest = max((end - start for start, end in picture_stretches(prompt_ids, media)), default=0)
+        if longest > most:
+            raise ConfigError(
+                f"a picture takes {longest} positions, which this model computes in one step, and steps have {most}: "
+                "send a smaller one, or start with a larger --chunk_size"
+            )
 
     def long_prediction(self, num_tokens: int) -> ConfigError:
         """Make the error for a prediction of so many tokens. It is no ContextLengthError: no conversation that gets
@@ -94,9 +107,9 @@ class Limits:
         )
 
 
-def _tokens_beside(prompt_ids: Sequence[int], media: Sequence[MediaItem]) -> Sequence[int]:
-    """The ids of a prompt that stand for tokens. Raises ConfigError for items that are no stretches of it, one behind
-    the other."""
+def tokens_beside(prompt_ids: Sequence[int], media: Sequence[MediaItem]) -> Sequence[int]:
+    """Return the ids of a prompt that stand for tokens. Raises ConfigError for items that are no stretches of it, one
+    behind the other."""
     if not media:
         return prompt_ids
     found, end = list[int](), 0

@@ -164,14 +164,14 @@ class RowResult(msgspec.Struct, frozen=True):
 
 class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     """The log probabilities of a stretch of a run's prompt, filled by the engine. entries[i] is of the token at start +
-    i.
+    i; None of a position that shows a part of a picture.
 
     They come again when a run is recomputed after a preemption: receivers overwrite by position.
     """
 
     run_id: int
     start: int
-    entries: Sequence[TokenLogprobs]
+    entries: Sequence[TokenLogprobs | None]
 
 
 _EXPERT_COUNT = Struct("<HHI")
@@ -189,7 +189,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     showing the drafter what was computed. experts: (token, expert) pairs computed, layer calls, distinct experts of
     each call, added up; of this step. expert_counts: the rows of each expert, see `counts_in`. hot: what is new of
     experts in slots of GPUs: those that decode steps used, those of them that had a slot, uploads, bytes of these.
-    tiers: None without any. recovering: True of no step: the engine has lost its cache and all steps that it was sent,
+    failed: (run, why) of rows whose pictures cannot be had: what was computed of them is of no use. tiers: None without
+    any. recovering: True of no step: the engine has lost its cache and all steps that it was sent,
     and computes none until the same comes with False.
     """
 
@@ -202,6 +203,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     experts: tuple[int, int, int] = (0, 0, 0)
     expert_counts: bytes = b""
     hot: tuple[int, int, int, int] = (0, 0, 0, 0)
+    failed: Sequence[tuple[int, str]] = ()
     tiers: TierResult | None = None
     recovering: bool | None = None
 

@@ -53,7 +53,8 @@ from dataclasses import replace
 from operator import attrgetter
 
 from ktransformers.core import PROMPT_LOGPROB_ROWS, AnswerEnd, FinishReason
-from ktransformers.scheduler.batch import Batch, PlannedRow, PlannedStep
+from ktransformers.media.records import picture_stretches
+from ktransformers.scheduler.batch import Batch, PlannedRow, PlannedStep, runnable
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.drafting.planner import DraftPlanner
 from ktransformers.scheduler.integrity import Queues, check_queues, check_run
@@ -128,6 +129,7 @@ class Scheduler:
             end=AnswerEnd.of(params, self.config.eos_token_ids, self.config.max_len - prompt_len),
             token_ids=[*request.prompt_ids, *request.answer_ids],
             cached_len=request.cached_len,
+            stretches=picture_stretches(request.prompt_ids, request.media) if self.config.keeps_pictures_whole else (),
         )
         if seq.known_len >= seq.limit_len:
             raise ValueError(f"request {request.request_id!r} has its answer already: {seq.completion_len} tokens")
@@ -242,7 +244,9 @@ class Scheduler:
         tiers = self._pages.kv_offload
         if tiers is not None and tiers.awaits_listing:
             return None if self._in_flight else self._plan(Batch(self.config.chunk_size))
-        decodes, prefills = self._runnable()
+        decodes, prefills = runnable(self._running, self.config.num_stages)
+        if prefills and prefills[0].stretches:  # a picture that has to be whole is not put off by decodes for ever
+            decodes = decodes[: max(self.config.chunk_size - prefills[0].least_tokens, 0)]
         if self._in_flight and self._drafts.awaits_tokens(self._running, decodes, prefills):
             return None
         self._pages.begin_step()
@@ -264,13 +268,14 @@ class Scheduler:
         """Rows of prompts: in the order of rank, but for the part of one that may pass."""
         if not prefills and self._throttle is None:
             return
-        passing = self._passing.choose(prefills) if prefills else None
+        least = prefills[0].least_tokens if prefills else 0
+        passing = self._passing.choose(prefills) if prefills and least == 1 else None
         if self._throttle is not None and len(batch):
             pending = None
             if prefills:
                 num_rows = sum(seq.num_unplanned for seq in prefills)
                 pending = PendingPrefill(num_rows, self._passing.shortest(prefills, passing))
-            batch.limit(self._throttle.rows(len(batch), batch.budget, pending))
+            batch.limit(max(self._throttle.rows(len(batch), batch.budget, pending), least if least > 1 else 0))
         part = self._passing.part(passing, batch.budget)
         batch.budget -= part
         for seq in prefills:
@@ -294,24 +299,6 @@ class Scheduler:
         copies = self._pages.take_copies(is_alone=not rows)
         return batch.plan(step.step_id, ended, copies, is_observed=self._drafts.is_observed, is_long=self._long.is_on)
 
-    def _runnable(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Running sequences with tokens left to run, by rank: (one token, several tokens). With several stages those
-        whose next token is known, and of those with one token this step's share."""
-        decodes: list[Sequence] = []
-        prefills: list[Sequence] = []
-        num_away = 0
-        for seq in self._running:
-            run = seq.run
-            assert run is not None
-            if run.num_drafted or (run.num_pending and self.config.num_stages > 1):
-                num_away += 1
-                continue
-            total_len = len(seq.token_ids) + run.num_pending
-            if total_len < seq.limit_len:  # else the step in flight samples its last token
-                (decodes if total_len - run.planned_len == 1 else prefills).append(seq)
-        share = -(-(num_away + len(decodes)) // self.config.num_stages)
-        return decodes[:share], prefills
-
     def _extend(self, batch: Batch, seq: Sequence, drafts: Seq[int] = ()) -> None:
         """Plan the next tokens of a running sequence, as many as the budget allows, at the cost of the last in rank.
 
@@ -323,6 +310,9 @@ class Scheduler:
         num_tokens = min(batch.budget, len(seq.token_ids) + run.num_pending - run.planned_len)
         if seq.params.prompt_logprobs is not None:
             num_tokens = min(num_tokens, PROMPT_LOGPROB_ROWS)
+        num_tokens = seq.whole_tokens(run.planned_len, num_tokens, batch.budget)
+        if not num_tokens:
+            return  # the next step has more room
         drafts = self._pages.drafts_that_fit(run, drafts[: batch.budget - num_tokens])
         while not self._pages.grow(run, run.planned_len + num_tokens + len(drafts)):
             if drafts:
@@ -382,6 +372,15 @@ class Scheduler:
         self._totals.num_preemptions += run.is_started  # one that had no rows yet has lost nothing
 
     # Taking in results.
+
+    def fail(self, failed: Seq[tuple[int, str]]) -> list[RequestUpdate]:
+        """End the requests of these runs, for these reasons: nothing of a step that is not committed yet is to be found
+        by others. See StepResult.failed."""
+        errors = dict(failed)
+        ended = [seq for seq in self._running if seq.run is not None and seq.run.run_id in errors] if errors else []
+        return [
+            self._end(seq, FinishReason.ABORT, error=errors[seq.run.run_id]) for seq in ended if seq.run is not None
+        ]
 
     def commit(
         self,

@@ -123,6 +123,7 @@ class Sequence:
     num_looks: float = 1.0
     num_drafted: int = 0
     num_accepted: int = 0
+    stretches: Seq[tuple[int, int]] = ()  # of the prompt, (first, last + 1), that one step has to compute
     common: dict[int, int] = field(default_factory=dict)  # by another's arrival: leading tokens that both prompts have
     request_id: str = field(init=False)
     rank: tuple[int, int] = field(init=False)
@@ -139,6 +140,22 @@ class Sequence:
         """Number of tokens of a running sequence that no step in flight has."""
         assert self.run is not None, "it does not run"
         return self.known_len + self.run.num_pending - self.run.planned_len
+
+    def whole_tokens(self, start: int, num_tokens: int, most: int) -> int:
+        """Return how many tokens from `start` on a step runs, `num_tokens` or fewer, so that it ends inside of no
+        stretch; of one that `start` is in all that is left, if that is no more than `most`, else 0."""
+        end = start + num_tokens
+        for first, last in self.stretches:
+            if first < end < last:
+                left = last - start
+                return first - start if first > start else left if left <= most else 0
+        return num_tokens
+
+    @property
+    def least_tokens(self) -> int:
+        """The fewest tokens with which a step gets a running sequence on."""
+        assert self.run is not None, "it does not run"
+        return self.whole_tokens(self.run.planned_len, 1, self.prompt_len) if self.stretches else 1
 
     def common_len(self, other: Sequence) -> int:
         """Count the leading tokens that its prompt and another's have in common; found once."""

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from hashlib import shake_128
 
 import pytest
 
 from ktransformers.core import SamplingParams
 from ktransformers.errors import ConfigError
-from ktransformers.media.records import MEDIA_ID_BASE, MediaItem, is_media_id, media_ids, num_media_ids
+from ktransformers.media.records import (
+    MEDIA_ID_BASE,
+    MediaItem,
+    is_media_id,
+    media_ids,
+    num_media_ids,
+    picture_stretches,
+)
 from ktransformers.scheduler.limits import Limits
 
 DIGEST = bytes(range(32))
@@ -57,3 +65,22 @@ def test_a_prompt_may_hold_the_pictures_that_it_names() -> None:
 def test_pseudo_ids_are_a_pictures_or_refused(media: list[MediaItem], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         LIMITS.check(PROMPT, SamplingParams(), media=media)
+
+
+def test_stretches_are_neighbours_of_one_picture() -> None:
+    apart = [MediaItem(DIGEST, 2, 3), MediaItem(DIGEST, 6, 2)]
+    assert picture_stretches(PROMPT, apart) == picture_stretches(PROMPT, [MediaItem(DIGEST, 2, 6)]) == [(2, 5), (6, 8)]
+    side_by_side = [MediaItem(DIGEST, 2, 1), MediaItem(DIGEST, 3, 2)]
+    assert picture_stretches(PROMPT, side_by_side) == [(2, 3), (3, 5)]
+    assert picture_stretches(PROMPT, []) == []
+
+
+@pytest.mark.parametrize(("most", "is_refused"), [(3, False), (2, True)])
+def test_pictures_that_have_to_be_whole_fit_a_step(most: int, is_refused: bool) -> None:
+    limits = replace(LIMITS, max_picture_len=most)
+    media = [MediaItem(DIGEST, 2, 6)]
+    if not is_refused:
+        limits.check(PROMPT, SamplingParams(), media=media)
+        return
+    with pytest.raises(ConfigError, match="a picture takes 3 positions, which this model computes in one step, and"):
+        limits.check(PROMPT, SamplingParams(), media=media)

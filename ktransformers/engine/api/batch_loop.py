@@ -31,12 +31,13 @@ from ktransformers.engine.sequence.saved_session import SavedSession, read_saved
 from ktransformers.engine.sequence.session_fetch import take_pages
 from ktransformers.engine.sequence.session_store import PageStore
 from ktransformers.errors import ConfigError, EngineError
-from ktransformers.media.records import MediaItem, is_media_id
+from ktransformers.media.records import MediaItem
 from ktransformers.profiling.capture import Capture, ProfileTarget
 from ktransformers.profiling.messages import ProfileMeta
 from ktransformers.scheduler.commands import Add, Finish, ProfileOff, ProfileOn, Resume, Suspend
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.driver import SchedulerDriver
+from ktransformers.scheduler.limits import tokens_beside
 from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerStats, StepPlan
 
 __all__ = ["BatchLoop", "EngineRequest", "EventCallback", "PrefillChunk"]
@@ -287,8 +288,8 @@ class BatchLoop(Generic[EngineT]):
             token_ids, media = session.token_ids, session.media
         else:
             token_ids, media = list(session), media_of(session)
-        tokens = [one for one in token_ids if not (media and is_media_id(one))]
-        if tokens and not 0 <= min(tokens) <= max(tokens) < self.config.vocab_size:
+        named = tokens_beside(token_ids, media)
+        if named and not 0 <= min(named) <= max(named) < self.config.vocab_size:
             raise ConfigError(f"token ids must be in [0, {self.config.vocab_size})")
         kept = take_pages(self.visit, token_ids, path)
         return write_saved(path, self.engine.identity, session, kept, messages)

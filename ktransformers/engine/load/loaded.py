@@ -96,9 +96,20 @@ class Engine(LoadedModel):
             tiers=self.tiers,
             max_drafts=self.max_drafts,
             drafter=self.drafter,
-            long_chunk_size=self.hot.long_steps.rows,
+            keeps_pictures_whole=self.keeps_pictures_whole,
+            long_chunk_size=self.long_chunk_size,
             long_prompt=self.hot.long_steps.least_tokens,
         )
+
+    @property
+    def keeps_pictures_whole(self) -> bool:
+        """Whether positions of a picture see each other, see SchedulerConfig."""
+        return self.executor.pictures is not None and self.executor.pictures.family.keeps_whole
+
+    @property
+    def long_chunk_size(self) -> int:
+        """Tokens of a step of long prompts, see SchedulerConfig: none where its blocks would cut pictures."""
+        return 0 if self.keeps_pictures_whole else self.hot.long_steps.rows
 
     @property
     def uses_gpus(self) -> bool:

@@ -2,6 +2,7 @@
 
     MediaItem.digest ── PictureEncoder (the model's tower) ──> PictureFeatures ──> rows of the step's embedding
 
-Rooms: `features.py`, what a tower gives. Knows pixels as the processor left them (`media/`), no files of users, no
+Rooms: `features.py`, what a tower gives; `family.py`, what else a model does with positions of pictures; `rows.py`,
+which rows of a step show what. Knows pixels as the processor left them (`media/`), no files of users, no
 scheduler.
 """

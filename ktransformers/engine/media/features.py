@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from ktransformers.engine.media.family import PictureFamily
 from ktransformers.media.records import MediaItem
 
 __all__ = ["PictureEncoder", "PictureFeatures"]
@@ -27,6 +28,11 @@ class PictureFeatures:
 
 class PictureEncoder(Protocol):
     """Computes what a loaded model's tower gives. Each picture once, as far as its memory goes."""
+
+    @property
+    def family(self) -> PictureFamily:
+        """What the model does with the positions of pictures besides showing them."""
+        ...
 
     def features(self, digest: bytes) -> PictureFeatures:
         """Return the features of a picture that is in the store. Raises EngineError for one that is not."""

@@ -18,7 +18,7 @@ class PartialGeneration:
     prompt_ids: Sequence[int]
     params: SamplingParams
     answer_ids: Sequence[int] = ()
-    media: tuple[MediaItem, ...] = ()
+    media: Sequence[MediaItem] = ()
 
     @property
     def token_ids(self) -> list[int]:

@@ -23,8 +23,8 @@ from ktransformers.engine.sequence.prompts import PromptIds, ids_of, media_of, s
 from ktransformers.engine.sequence.session_file import SessionFile, SessionHeader, open_session, write_session
 from ktransformers.engine.sequence.session_store import StoredSession
 from ktransformers.errors import ConfigError, ContextLengthError
-from ktransformers.media.records import MediaItem, is_media_id
-from ktransformers.scheduler.limits import Limits
+from ktransformers.media.records import MediaItem
+from ktransformers.scheduler.limits import Limits, tokens_beside
 
 __all__ = ["SavedSession", "as_path", "begun_of", "read_saved", "saved_of", "write_saved"]
 
@@ -37,7 +37,7 @@ class SavedSession:
 
     token_ids: all of it; the first prompt_len were the prompt of the last answer, whose parameters are params, None
     without an answer. cached_len: of how many leading tokens keys and values are in the file, or, loaded, in the cache.
-    messages: the conversation, if it was saved with one. nbytes: of the file. media: the prompt's pictures.
+    messages: the conversation, if it was saved with one. nbytes: of the file. media: pictures among the tokens.
     """
 
     token_ids: tuple[int, ...]
@@ -117,9 +117,10 @@ def write_saved(
     messages: list[dict[str, Any]] | None,
 ) -> SavedSession:
     """Write a session with what is kept of its first tokens. Raises SessionFileError."""
+    media: tuple[MediaItem, ...] = ()
     if isinstance(session, PartialGeneration):
         token_ids, prompt_len, params = _known(session), len(session.prompt_ids), session.params
-        media = session.media
+        media = tuple(session.media)
     else:
         token_ids, prompt_len, params = tuple(session), len(session), None
         media = media_of(session)
@@ -153,8 +154,11 @@ def read_saved(
     difference = identity.other_model(header.model)
     if difference is not None:
         raise file.fail(difference)
-    tokens = [one for one in token_ids if not (header.media and is_media_id(one))]
-    if tokens and not 0 <= min(tokens) <= max(tokens) < limits.vocab_size:
+    try:
+        named = tokens_beside(token_ids, header.media)
+    except ConfigError as error:
+        raise file.fail(str(error)) from error
+    if named and not 0 <= min(named) <= max(named) < limits.vocab_size:
         raise file.fail("it names tokens that the model does not have")
     if len(token_ids) > limits.max_len:
         raise ContextLengthError(
@@ -166,9 +170,8 @@ def read_saved(
     difference = identity.other_arithmetic(header.model)
     if difference is not None and not recompute:
         raise file.fail(f"{difference}. Its tokens can be used: recompute=True computes their keys and values again")
-    saved = SavedSession(
-        token_ids, header.prompt_len, header.params, header.cached_len, header.messages, file.nbytes, header.media
-    )
+    known = token_ids, header.prompt_len, header.params, header.cached_len, header.messages
+    saved = SavedSession(*known, file.nbytes, header.media)
     if difference is None:
         return saved, file
     logger.warning("the %d tokens of the session are computed again: %s", len(token_ids), difference)

@@ -47,7 +47,7 @@ _ALIGN = 64
 _MARGIN = 1 << 16  # of a file beside its tensors and its header's own JSON
 
 
-class SessionHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SessionHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The header of a session file: what it says beside its tensors.
 
     cached_len: of how many leading tokens keys and values are in the file. prompt_len: how many of the tokens were the

@@ -141,15 +141,16 @@ class OneTokenStep:
         self._pages: npt.NDArray[np.int32] | None = None  # of the context
         self._context: ForwardContext | None = None
 
-    def context(self, row: ScheduledSequence, pages: npt.NDArray[np.int32]) -> ForwardContext:
+    def context(self, row: ScheduledSequence, pages: npt.NDArray[np.int32], shift: int = 0) -> ForwardContext:
         """Write the step of `row`, whose token is 0 where it is not known, and return its context. pages: the block
-        table; the same array as long as it is the same. Errors as `paged_context`."""
+        table; the same array as long as it is the same. shift: what its rotary position is further than its index.
+        Errors as `paged_context`."""
         size, start = self._cache.page_size, row.start
         if pages is not self._pages:
             _check_pages(self._cache, pages)
         token_id = row.token_ids[0] if row.token_ids else 0
         slot = pages.item(start // size) * size + start % size
-        _ONE_TOKEN.pack_into(self._numbers, 0, token_id, start, slot, start + 1)
+        _ONE_TOKEN.pack_into(self._numbers, 0, token_id, start + shift, slot, start + 1)
         if self._context is None or pages is not self._pages or self._cache.states is not None:
             self._pages, self._context = pages, self._new_context(row, pages)
         else:
@@ -167,6 +168,7 @@ class OneTokenStep:
             kv_lens=self._kv_lens,
             block_table=torch.from_numpy(pages[None]),
             states=_states_of(self._cache, row, self._kv_lens),
+            turned=self.positions,
         )
 
 

@@ -136,6 +136,8 @@ class DecodeSteps:
 
     def takes(self, context: ForwardContext, num_kept: int) -> bool:
         """Whether `step` is to run a step, of which so many logits are wanted. context: with tensors on the CPU."""
+        if context.pictures is not None:
+            return False
         rows = len(context.seq_ids)
         if rows <= self.max_rows:
             return True
@@ -165,6 +167,7 @@ class DecodeSteps:
             block_table=inputs.block_table,
             states=inputs.states,
             token_ids=inputs.token_ids,
+            turned=inputs.positions if any(shape.index_pool > 1 for shape in self._cache.shapes) else None,
             is_replayable=True,
         ).replicated(device.torch_device for device in self._layout.devices)
         entry, last = self._layout.entry, self._layout.last

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from ktransformers.core import TokenLogprobs
+from ktransformers.engine.media.family import PictureFamily
+from ktransformers.engine.media.features import PictureEncoder
+from ktransformers.engine.media.rows import PICTURE_FAILURES, RunPictures, pictures_in, why_failed
 from ktransformers.engine.sampling.logits_request import BEST_TOKEN, StepLogits
-from ktransformers.engine.sampling.sampler import RequestSampler
+from ktransformers.engine.sampling.sampler import RequestSampler, token_logprobs
 from ktransformers.engine.step.hidden import Pooled
+from ktransformers.errors import EngineError, KTransformersError
+from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.context import ForwardContext
 from ktransformers.scheduler.records import NewSequence, ScheduledSequence
 
-__all__ = ["FIRST_ROW", "ONE_KEPT", "ExecutorRun", "KeptRows", "StepTensors", "kept_of", "needs_of", "rows_of"]
+__all__ = [
+    "FIRST_ROW",
+    "ONE_KEPT",
+    "ExecutorRun",
+    "KeptRows",
+    "StepTensors",
+    "begun_run",
+    "kept_of",
+    "needs_of",
+    "prompt_scores",
+    "rows_of",
+    "with_pictures",
+]
 
 
 @dataclass(slots=True)
@@ -23,13 +42,16 @@ class ExecutorRun:
     """The state of a run. error: why no token of it can be sampled, found when it started. block_table: pages that the
     plans have named so far, in `_pages`, which has room for more.
 
-    pooled: the embedding of its prompt, on the way.
+    pooled: the embedding of its prompt, on the way. pictures: of its prompt, None without any; `start` has a token in
+    the place of their ids. failure: why they cannot be had; the run is over then.
     """
 
     start: NewSequence
     sampler: RequestSampler | None
     error: str | None = None
     pooled: Pooled | None = None
+    pictures: RunPictures | None = None
+    failure: str | None = None
     block_table: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     _pages: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
 
@@ -40,6 +62,15 @@ class ExecutorRun:
         if row.block_table or num_pages != len(self.block_table):
             self._extend(row, num_pages)
         return self.block_table
+
+    @property
+    def shift(self) -> int:
+        """What rotary positions behind the prompt are further than indices."""
+        return 0 if self.pictures is None else self.pictures.shift
+
+    def is_plain(self, row: ScheduledSequence, pool: int) -> bool:
+        """Whether nothing about pictures is to be done for a row but `shift`. pool: see RunPictures.is_plain."""
+        return self.pictures is None or row.start >= self.pictures.prompt_len + pool - 1
 
     def _extend(self, row: ScheduledSequence, num_pages: int) -> None:
         if row.first_page > len(self.block_table):
@@ -73,8 +104,8 @@ class KeptRows:
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """The inputs of a step, as the runner takes them: ids and positions [T], and which rows' logits are kept. runs: of
-    the plan's rows."""
+    """The inputs of a step, as the runner takes them: ids and positions [T], [3, T] with pictures whose positions have
+    three axes, and which rows' logits are kept. runs: of the plan's rows."""
 
     runs: Sequence[ExecutorRun]
     kept: KeptRows
@@ -102,6 +133,68 @@ def kept_of(rows: Sequence[ScheduledSequence], runs: Sequence[ExecutorRun]) -> K
         kept.add(row, first, scored)
         first += row.num_tokens
     return kept
+
+
+def begun_run(
+    start: NewSequence,
+    encoder: PictureEncoder | None,
+    sampler_of: Callable[[Sequence[int]], RequestSampler],
+) -> ExecutorRun:
+    """Begin a run. sampler_of: makes its sampler, of the tokens of its prompt. What fails comes with its first row."""
+    pictures, prompt_ids = None, start.token_ids[: start.prompt_len]
+    if start.media:
+        try:
+            if encoder is None:
+                raise EngineError("this engine reads no pictures")
+            pictures = RunPictures(start, encoder)
+        except PICTURE_FAILURES as error:
+            return ExecutorRun(start, None, why_failed(error), failure=why_failed(error))
+        start = msgspec.structs.replace(start, token_ids=pictures.token_ids)
+        prompt_ids = pictures.prompt_tokens
+    try:
+        sampler = sampler_of(prompt_ids)
+    except KTransformersError as error:
+        return ExecutorRun(start, None, str(error), pictures=pictures)
+    for token_id in start.token_ids[start.prompt_len :]:
+        sampler.commit(token_id)
+    sampler.begin()
+    pooling = start.params.pooling if len(start.token_ids) == start.prompt_len else None
+    return ExecutorRun(start, sampler, pooled=None if pooling is None else Pooled(pooling), pictures=pictures)
+
+
+def with_pictures(
+    rows: Sequence[ScheduledSequence],
+    runs: Sequence[ExecutorRun],
+    positions: torch.Tensor,
+    context: ForwardContext,
+    family: PictureFamily,
+    pool: int,
+) -> tuple[torch.Tensor, ForwardContext]:
+    """Put the pictures of runs into a step: return its rotary positions and context. Notes which runs fail. pool: see
+    pictures_in."""
+    if all(run.pictures is None for run in runs):
+        return positions, context
+    shown = [(run.pictures, row.start, row.start + row.num_tokens) for run, row in zip(runs, rows, strict=True)]
+    turned, pictures, failed = pictures_in(shown, positions, context.kv_lens, family, pool)
+    for index, why in failed:
+        runs[index].error = runs[index].failure = why
+        runs[index].sampler = None
+    return turned, replace(context, pictures=pictures, turned=turned if turned.dim() == 1 else None)
+
+
+def prompt_scores(
+    run: ExecutorRun, row: ScheduledSequence, logits: torch.Tensor, pool: WorkerPool
+) -> list[TokenLogprobs | None]:
+    """Return what the logits after positions row.start, ... say of the prompt's tokens that follow them: None of what
+    shows pictures."""
+    count, first = run.start.params.prompt_logprobs, row.start + 1
+    assert count is not None
+    if run.failure is not None:
+        return [None] * len(logits)
+    entries = token_logprobs(logits, run.start.token_ids[first : first + len(logits)], count, pool)
+    if run.pictures is None:
+        return [*entries]
+    return [None if run.pictures.is_shown(at) else one for at, one in enumerate(entries, first)]
 
 
 def needs_of(rows: Sequence[ScheduledSequence], inputs: StepTensors) -> list[int] | None:

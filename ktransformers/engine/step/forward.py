@@ -19,6 +19,7 @@ from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import CPU
 from ktransformers.operators.exact import NativeMathMode, modules_on_torch
+from ktransformers.operators.layers.pictures import adding_pictures, is_later_stage
 
 __all__ = ["ForwardPass", "StepInputs"]
 
@@ -32,8 +33,8 @@ _USUAL = "rotary_emb.inner"
 class StepInputs:
     """The inputs of a step on the devices of the layers.
 
-    hidden_states: [1, T, width], what the layout's embedding gave, and positions int64 [1, T], on the first layer's
-    device; keep: int64 [N] rows, on the last layer's. context: replicated on all of them.
+    hidden_states: [1, T, width], what the layout's embedding gave, and positions int64 [1, T], or [3, 1, T] of three
+    axes, on the first layer's device; keep: int64 [N] rows, on the last layer's. context: replicated on all of them.
     """
 
     hidden_states: Tensor
@@ -57,6 +58,7 @@ class ForwardPass:
         self.last_hidden: LastHiddenHook | None = None
         self.block_rows = 0
         self.layout = None if layout is None or layout.is_cpu else layout
+        self._whole_layout = layout
         self.lookup = None if self.layout is None else TokenLookup(self.layout)
         left = modules_on_torch(model) if self.layout is None or CPU in self.layout.devices else []
         unusual = [name for name in left if not name.endswith(_USUAL)]
@@ -84,13 +86,37 @@ class ForwardPass:
     ) -> Tensor:
         """Run a step on the CPU: int64 [T] ids and positions, int64 [N] rows to keep -> fp32 logits [N, vocab_size].
 
-        meanwhile: called once before the layers. To be called in inference mode, which takes a while to enter.
+        positions: [3, T] where rows have three axes. meanwhile: called once before the layers. To be called in
+        inference mode, which takes a while to enter.
         """
+        if context.pictures is not None:
+            if meanwhile is not None:
+                meanwhile()
+            return self._with_pictures(token_ids, positions, context, keep)
         if self.short is not None and self.short.is_wanted:
             return self.short.logits(token_ids, positions, context, keep, meanwhile, self.last_hidden)
         if meanwhile is not None:
             meanwhile()
         return self._logits(input_ids=token_ids[None], positions=positions[None], keep=keep, context=context)
+
+    def _with_pictures(self, token_ids: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor) -> Tensor:
+        """`on_cpu` of a step that shows pictures, by the model's own forward."""
+        layout = self._whole_layout
+        assert layout is not None, "only models that were planned show pictures"
+        context = replace(context, token_ids=token_ids)
+        embedded = self._shown(TokenLookup(layout).on_host(token_ids, context), context)
+        tokens = layout.split(embedded[None])
+        return self._logits(positions=_batched(positions), keep=keep, context=context, **tokens)
+
+    def _shown(self, embedded: Tensor, context: ForwardContext) -> Tensor:
+        """What the embedding gave, [T, width], with pictures in their rows; unless it came from another stage."""
+        pictures = context.pictures
+        if pictures is None or is_later_stage(self.model):
+            return embedded
+        hidden = pictures.hidden.to(embedded.device, embedded.dtype)
+        embedded = embedded.clone()  # some tables lend their memory
+        embedded[pictures.rows.to(embedded.device), : hidden.shape[-1]] = hidden
+        return embedded
 
     @torch.inference_mode()
     def inputs_of(self, token_ids: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor) -> StepInputs:
@@ -102,8 +128,8 @@ class ForwardPass:
         if 0 < self.block_rows < len(token_ids):
             context = context.in_blocks(self.block_rows)
         return StepInputs(
-            hidden_states=self.lookup(token_ids, context)[None],
-            positions=layout.entry.move(positions[None]),
+            hidden_states=self._shown(self.lookup(token_ids, context), context)[None],
+            positions=layout.entry.move(_batched(positions)),
             keep=layout.last.move(keep),
             context=context.replicated(device.torch_device for device in layout.devices),
         )
@@ -120,9 +146,15 @@ class ForwardPass:
         return self._logits(positions=inputs.positions, keep=inputs.keep, context=inputs.context, **tokens)
 
     def _logits(self, *, positions: Tensor, keep: Tensor, context: ForwardContext, **tokens: Tensor) -> Tensor:
-        with self._math, nullcontext() if self.last_hidden is None else self.last_hidden.open():
+        kept = nullcontext() if self.last_hidden is None else self.last_hidden.open()
+        with self._math, kept, adding_pictures(self.model, context):
             output = self.model(
                 **tokens, position_ids=positions, use_cache=False, logits_to_keep=keep, forward_context=context
             )
         logits: Tensor = output.logits[0]
         return logits
+
+
+def _batched(positions: Tensor) -> Tensor:
+    """Positions [T] or [3, T], as models take them."""
+    return positions[None] if positions.dim() == 1 else positions[:, None]

@@ -18,8 +18,10 @@ import torch
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.engine.damage.errors import NotFiniteError
+from ktransformers.engine.media.family import PictureFamily
+from ktransformers.engine.media.features import PictureEncoder
 from ktransformers.engine.sampling.logits_request import StepLogits
-from ktransformers.engine.sampling.sampler import RequestSampler, TokenMask, sample_each, token_logprobs
+from ktransformers.engine.sampling.sampler import RequestSampler, TokenMask, sample_each
 from ktransformers.engine.step.context import OneTokenStep, paged_context
 from ktransformers.engine.step.drafts import EngineDrafter, computed_rows, with_drafts
 from ktransformers.engine.step.executor_runs import (
@@ -28,14 +30,18 @@ from ktransformers.engine.step.executor_runs import (
     ExecutorRun,
     KeptRows,
     StepTensors,
+    begun_run,
     kept_of,
     needs_of,
+    prompt_scores,
     rows_of,
+    with_pictures,
 )
 from ktransformers.engine.step.hidden import HiddenStatesHook, Pooled
 from ktransformers.engine.step.kv_offload import TieredCache
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.media.records import MEDIA_ID_BASE
 from ktransformers.operators.context import ForwardContext
 from ktransformers.profiling.messages import StepRecord
 from ktransformers.profiling.recorder import Recorder, Runtime
@@ -116,12 +122,14 @@ class PagedExecutor:
     cache. hand_over: called in steps that do not run apart, once others may have Python: right before they are
     computed. take_hot: what is new of experts in slots of GPUs, see StepResult.hot; after each step. lend: called
     before each step, with StepPlan.is_long. mend_model: see Ranks.recover. drafter: finds draft tokens that a plan
-    leaves to the engine. find_damage: what to say of the weights where logits or an embedding are no numbers.
+    leaves to the engine. pictures: computes pictures; None: requests with some end. find_damage: what to say of the
+    weights where logits or an embedding are no numbers.
     """
 
     recorder: Recorder | None = None
     drafter: EngineDrafter | None = None
     tiers: TieredCache | None = None
+    pictures: PictureEncoder | None = None
     counts_experts = True
     hand_over: Callable[[], None] | None = None
     new_runtime: Callable[[], Runtime | None] = staticmethod(lambda: None)
@@ -145,12 +153,17 @@ class PagedExecutor:
         self._expert_counts, self._take_counts = expert_counts, take_counts
         self._mask_of = mask_of or (lambda start: None)
         self._eos_token_ids = tuple(eos_token_ids)
+        self._pool_size = max((shape.index_pool for shape in cache.shapes), default=1)
         self._counted = expert_counts()  # as it was after the last step
         self._runs: dict[int, ExecutorRun] = {}
         self._previous: list[int] = []  # tokens that the step before sampled, by sampled row
         self._begun: dict[int, StepTensors] = {}  # by step
         self._held: StepTensors | None = None  # of the step that a GPU holds until its tokens are known
         self._step = self._new_step()  # of `execute`, which ends before the next one is written
+
+    @property
+    def _family(self) -> PictureFamily:
+        return PictureFamily(0) if self.pictures is None else self.pictures.family
 
     @property
     def num_runs(self) -> int:
@@ -228,19 +241,20 @@ class PagedExecutor:
             self._runs[start.run_id] = self._started(start)
         rows = plan.rows
         runs = [self._runs[row.run_id] for row in rows]
-        if len(rows) == 1 and rows[0].num_tokens == 1:
+        if len(rows) == 1 and rows[0].num_tokens == 1 and runs[0].is_plain(rows[0], self._pool_size):
             return self._one_token(rows[0], runs, one_token)
         kept = kept_of(rows, runs)
         token_ids, sources = self._token_ids(rows)
         tables = [run.pages(row) for run, row in zip(runs, rows, strict=True)]
         positions, context = paged_context(self._cache, self._pool, rows, tables)
+        positions, context = with_pictures(rows, runs, positions, context, self._family, self._pool_size)
         keep = torch.from_numpy(np.array(kept.rows, dtype=np.int64))
         return StepTensors(runs, kept, torch.from_numpy(token_ids), positions, context, keep, sources)
 
     @staticmethod
     def _one_token(row: ScheduledSequence, runs: Sequence[ExecutorRun], step: OneTokenStep) -> StepTensors:
         """`_inputs` of a step of one token: what every token of a chat waits for."""
-        context = step.context(row, runs[0].pages(row))
+        context = step.context(row, runs[0].pages(row), runs[0].shift)
         if not row.is_sampled or runs[0].start.params.prompt_logprobs is not None:
             kept = kept_of([row], runs)
             keep = torch.zeros(len(kept.rows), dtype=torch.int64)
@@ -306,6 +320,7 @@ class PagedExecutor:
             experts=experts,
             expert_counts=counts,
             hot=self.take_hot(),
+            failed=[(row.run_id, run.failure) for row, run in zip(rows, inputs.runs, strict=True) if run.failure],
             tiers=self._tier_result((ended_ns - copied_ns) / 1e9),
         )
 
@@ -349,18 +364,11 @@ class PagedExecutor:
         )
 
     def _started(self, start: NewSequence) -> ExecutorRun:
-        try:
-            prompt_ids = start.token_ids[: start.prompt_len]
-            sampler = RequestSampler(
-                start.params, prompt_ids, self._vocab_size, self._mask_of(start), eos_token_ids=self._eos_token_ids
-            )
-        except KTransformersError as error:
-            return ExecutorRun(start, None, str(error))
-        for token_id in start.token_ids[start.prompt_len :]:
-            sampler.commit(token_id)
-        sampler.begin()
-        pooling = start.params.pooling if len(start.token_ids) == start.prompt_len else None
-        return ExecutorRun(start, sampler, pooled=None if pooling is None else Pooled(pooling))
+        def sampler_of(prompt_ids: Sequence[int]) -> RequestSampler:
+            mask = self._mask_of(start)
+            return RequestSampler(start.params, prompt_ids, self._vocab_size, mask, eos_token_ids=self._eos_token_ids)
+
+        return begun_run(start, self.pictures, sampler_of)
 
     def _forward(self, rows: Sequence[ScheduledSequence], inputs: StepTensors) -> StepLogits:
         ids, positions, context, keep = inputs.token_ids, inputs.positions, inputs.context, inputs.keep
@@ -402,7 +410,8 @@ class PagedExecutor:
         return str(error.with_damage(self.find_damage()) if isinstance(error, NotFiniteError) else error)
 
     def _token_ids(self, rows: Sequence[ScheduledSequence]) -> tuple[npt.NDArray[np.int64], list[tuple[int, int]]]:
-        """The tokens of rows, and which of them are still to be sampled: see StepTensors.sources."""
+        """The tokens of rows, one in the place of each pseudo-id, and which of them are still to be sampled: see
+        StepTensors.sources."""
         found, sources = list[int](), list[tuple[int, int]]()
         for row in rows:
             if row.token_source is None:
@@ -410,7 +419,9 @@ class PagedExecutor:
             else:
                 sources.append((len(found), row.token_source))
                 found.append(0)
-        return np.array(found, dtype=np.int64), sources
+        token_ids = np.array(found, dtype=np.int64)
+        token_ids[token_ids >= MEDIA_ID_BASE] = self._family.token_id
+        return token_ids, sources
 
     def _sample(
         self, rows: Sequence[ScheduledSequence], runs: Sequence[ExecutorRun], logits: StepLogits
@@ -459,12 +470,8 @@ class PagedExecutor:
         return results
 
     def _score(self, row: ScheduledSequence, logits: torch.Tensor) -> PromptLogprobs:
-        """What the logits after positions row.start, ... say of the prompt tokens that follow them."""
-        start = self._runs[row.run_id].start
-        count = start.params.prompt_logprobs
-        assert count is not None
-        followers = start.token_ids[row.start + 1 : row.start + 1 + len(logits)]
-        entries = token_logprobs(logits, followers, count, self._pool)
+        """The log probabilities of the prompt tokens behind positions row.start, ..., from these positions' logits."""
+        entries = prompt_scores(self._runs[row.run_id], row, logits, self._pool)
         return PromptLogprobs(run_id=row.run_id, start=row.start + 1, entries=entries)
 
 

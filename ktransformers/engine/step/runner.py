@@ -68,7 +68,8 @@ class ModelRunner:
     def step(
         self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor
     ) -> torch.Tensor:
-        """Run one flattened step of any sequences: int64 [T] ids and positions, int64 [N] rows to keep.
+        """Run one flattened step of any sequences: int64 [T] ids and positions ([3, T] with pictures whose positions
+        have three axes), int64 [N] rows to keep.
 
         Everything comes and goes on the CPU. Returns their logits, fp32 [N, vocab_size], valid until the next step.
         Checks nothing.

@@ -30,6 +30,7 @@ from ktransformers.models.facts import LayerFacts, LayerKind
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.gqa_gpu import GpuCache, GqaParts, gqa_forward
 from ktransformers.operators.attention.indexer import ChoiceMask, KPooledIndexer, PendingChoice
+from ktransformers.operators.attention.pictures import attend_pictures
 from ktransformers.operators.attention.topk_positions import TopkPositions
 from ktransformers.operators.base import OperatorRuntime
 from ktransformers.operators.context import ForwardContext
@@ -98,7 +99,7 @@ def attention_forward(  # noqa: PLR0913 - as transformers calls it
         for made, cache, of in ((rows[1], keys, scales[0]), (rows[2], values, scales[1])):
             cpu.write_kv(made, context.slot_mapping, cache, of, context.pool)
     attend = partial(cpu.attention, pool=context.pool, bf16_products=shape.bf16_products)
-    return _attended(call, topk_positions, attend)[None], None
+    return _attended(call, context, topk_positions, attend)[None], None
 
 
 def _checked(
@@ -168,7 +169,10 @@ def _selection(
 
 
 def _attended(
-    call: AttentionCall, topk_positions: TopkPositions | None, attend: Callable[[AttentionCall], torch.Tensor]
+    call: AttentionCall,
+    context: ForwardContext,
+    topk_positions: TopkPositions | None,
+    attend: Callable[[AttentionCall], torch.Tensor],
 ) -> torch.Tensor:
     """`attend` to all positions, or to those that were chosen for rows or for each KV head of a row: [T, Hq, Dv].
 
@@ -176,7 +180,7 @@ def _attended(
     chosen goes with no window, softcap or sinks.
     """
     if topk_positions is None:
-        return attend(call)
+        return attend_pictures(call, context, attend)
     num_rows, num_heads, dim = call.q.shape
     kv_heads, dim_v = call.v_cache.shape[1:]
     if len(topk_positions.counts) == num_rows:
@@ -215,7 +219,7 @@ def _gpu_attention(
     is_quantized = cache.quantized_attention and topk_positions is None
     attend = partial(attention, quantized_attention=is_quantized)
     if is_borrowed:
-        return _attended(replace(call, q=rows[0].to(cache.row_dtype).contiguous()), topk_positions, attend)
+        return _attended(replace(call, q=rows[0].to(cache.row_dtype).contiguous()), context, topk_positions, attend)
     # One kernel writes the cache and makes queries of its rows' type. What is rotated here is rotated already: by 0.
     cos, sin = _zero_angle(device)
     query = rope_to_cache(
@@ -229,7 +233,7 @@ def _gpu_attention(
         scales=cache.scales,
         q_out=torch.empty(rows[0].shape, dtype=cache.row_dtype, device=device),
     )
-    return _attended(replace(call, q=query), topk_positions, attend)
+    return _attended(replace(call, q=query), context, topk_positions, attend)
 
 
 def register_attention() -> None:

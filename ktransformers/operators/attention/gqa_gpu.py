@@ -6,6 +6,7 @@ Knows what was recognized, and kernels; no modules but the one it stands in for.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from ktransformers.kernels.triton.attention.paged import attention
 from ktransformers.kernels.triton.attention.rope import rope_to_cache
 from ktransformers.kernels.triton.common.elementwise import gate_heads, rms_norm
 from ktransformers.operators.attention.flash import FlashLayer
+from ktransformers.operators.attention.pictures import attend_pictures
 from ktransformers.operators.base import layer_number
 from ktransformers.operators.context import ForwardContext, LayerCache
 from ktransformers.operators.device import Device, use
@@ -110,9 +112,10 @@ def gqa_forward(
     use(cache.keys.device)
     parts.device.time_part("attention")
     query = _to_cache(parts, (q, k, v), position_embeddings, cache, here.slot_mapping)
-    attend = None if parts.flash is None else parts.flash.of(context)
-    if attend is not None:
-        out = attend(query, cache.keys, cache.values)
+    sees_pictures = here.pictures is not None and here.pictures.ends is not None
+    planned = None if parts.flash is None or sees_pictures else parts.flash.of(context)
+    if planned is not None:
+        out = planned(query, cache.keys, cache.values)
     else:
         call = AttentionCall(
             query,
@@ -125,7 +128,9 @@ def gqa_forward(
             softcap=spec.softcap,
             scales=cache.scales,
         )
-        out = attention(call, counters=parts.device.counters(), quantized_attention=cache.quantized_attention)
+        counters, is_quantized = parts.device.counters(), cache.quantized_attention
+        attend = partial(attention, counters=counters, quantized_attention=is_quantized)
+        out = attend_pictures(call, here, attend)
     if gate is not None:
         gate_heads(out, gate, out=out)
     parts.device.time_part("linear")

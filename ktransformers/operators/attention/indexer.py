@@ -39,7 +39,7 @@ from ktransformers.kernels.triton.attention.pools import pooled, rows_to_cache
 from ktransformers.kernels.triton.attention.rope import rope_to_cache
 from ktransformers.kernels.triton.attention.topk_positions import select_topk_positions
 from ktransformers.operators.attention.index_inputs import Angles, IndexInputs, make_inputs
-from ktransformers.operators.attention.pools import PoolStep, in_order, pooled_by_gates
+from ktransformers.operators.attention.pools import PoolStep, in_order, pool_starts, pooled_by_gates
 from ktransformers.operators.attention.topk_positions import TopkPositions
 from ktransformers.operators.base import OperatorConfig, OperatorRuntime, Placement, Requirements
 from ktransformers.operators.context import ForwardContext
@@ -287,7 +287,8 @@ class KIndexer(WrapperOperator):
             keys[slots] = inputs.columns
             last, found = step.ended()
             if len(last):
-                keys[slots[last], : spec.head_dim] = self._entries(inputs, keys[found], lens[last])
+                starts = pool_starts(context, spec.size)[..., last]
+                keys[slots[last], : spec.head_dim] = self._entries(inputs, keys[found], starts)
         return _Scored(inputs.q.to(keys.dtype), step.pages, step.most, step.expanded)
 
     def _pooled_on_gpu(self, inputs: IndexInputs, context: ForwardContext, keys: Tensor) -> Tensor:
@@ -298,32 +299,28 @@ class KIndexer(WrapperOperator):
         entries = pooled(keys, bias, context.pages, spec.head_dim, spec.size)
         if spec.is_gated:
             return entries
-        return self._rotated(inputs, inner.k_layernorm(entries.to(inputs.x.dtype)), context.kv_lens, context)
 
-    def _entries(self, inputs: IndexInputs, found: Tensor, kv_lens: Tensor) -> Tensor:
-        """[N, D] of the rows [N, M, index_dim] that the cache has of pools; kv_lens: of the rows that end them."""
+        def angles(_: Tensor) -> Angles:
+            return self._angles(inputs, pool_starts(context, spec.size))
+
+        made = context.derived(f"angles of pools of {spec.size}", context.kv_lens, angles)
+        return rotated_columns(inner.k_layernorm(entries.to(inputs.x.dtype))[:, None], *made)[:, 0]
+
+    def _entries(self, inputs: IndexInputs, found: Tensor, starts: Tensor) -> Tensor:
+        """[N, D] of the rows [N, M, index_dim] that the cache has of pools; starts: see `pool_starts`, of these."""
         inner: Any = self.inner
         dim = self.spec.head_dim
         if self.spec.is_gated:
             return pooled_by_gates(found[..., :dim], found[..., dim:], inner.index_kpool_compress_ape)
-        return self._rotated(inputs, inner.k_layernorm(in_order(found) / self.spec.size), kv_lens)
+        entries = inner.k_layernorm(in_order(found) / self.spec.size)
+        return rotated_columns(entries[:, None], *self._angles(inputs, starts))[:, 0]
 
-    def _rotated(
-        self, inputs: IndexInputs, entries: Tensor, kv_lens: Tensor, step: ForwardContext | None = None
-    ) -> Tensor:
-        """Entries [N, D] rotated as the first positions of the pools that end at kv_lens [N]; of others, any way. step:
-        whose rows these are all, so that the angles are made once for all layers; None: some rows."""
-
-        def angles(lens: Tensor) -> Angles:
-            assert self._rotary is not None, f"{self.key} is not bound"
-            cos, sin = self._rotary(inputs.x, (lens.long() - self.spec.size).clamp(min=0)[None])
-            half = cos.shape[-1] // 2
-            return cos[0, :, :half], sin[0, :, :half]
-
-        made = (
-            angles(kv_lens) if step is None else step.derived(f"angles of pools of {self.spec.size}", kv_lens, angles)
-        )
-        return rotated_columns(entries[:, None], *made)[:, 0]
+    def _angles(self, inputs: IndexInputs, starts: Tensor) -> Angles:
+        """By rotary positions [N], or [3, N]."""
+        assert self._rotary is not None, f"{self.key} is not bound"
+        cos, sin = self._rotary(inputs.x, starts[None] if starts.dim() == 1 else starts[:, None])
+        half = cos.shape[-1] // 2
+        return cos[0, :, :half], sin[0, :, :half]
 
 
 class KBlockIndexer(KIndexer):

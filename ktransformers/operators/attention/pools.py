@@ -22,7 +22,7 @@ from ktransformers.kernels.triton.attention import pools
 from ktransformers.operators.attention.topk_positions import TopkPositions
 from ktransformers.operators.context import ForwardContext
 
-__all__ = ["PoolStep", "in_order", "pooled_by_gates"]
+__all__ = ["PoolStep", "in_order", "pool_starts", "pooled_by_gates"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,15 @@ class PoolStep:
         tail = pages * context.page_size + positions % context.page_size
         slots = torch.where(behind < 0, pooled, tail)
         return TopkPositions(slots.to(torch.int32).contiguous(), (of_pools + context.kv_lens - first).to(torch.int32))
+
+
+def pool_starts(context: ForwardContext, size: int) -> Tensor:
+    """Return rotary positions of the first positions of the pools that rows end, int64 [T], or [3, T] where pictures
+    have those of three axes; of other rows, any."""
+    if context.pictures is not None and context.pictures.pool_starts is not None:
+        return context.pictures.pool_starts
+    turned = context.kv_lens.long() - 1 if context.turned is None else context.turned
+    return (turned + 1 - size).clamp(min=0)
 
 
 def pooled_by_gates(keys: Tensor, gates: Tensor, bias: Tensor) -> Tensor:

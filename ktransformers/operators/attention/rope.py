@@ -12,6 +12,7 @@ from torch import nn
 from typing_extensions import override
 
 from ktransformers.core import Phase
+from ktransformers.errors import UnsupportedError
 from ktransformers.operators.base import OperatorConfig, OperatorRuntime, Placement
 from ktransformers.operators.exact import NativeMathMode
 from ktransformers.operators.wrapper import WrapperOperator
@@ -24,6 +25,9 @@ STATIC_ROPE_TYPES = frozenset({"default", "linear", "yarn", "llama3", "proportio
 """RoPE types whose angles depend on the position alone; others ("dynamic", "longrope") look at the step's longest."""
 
 TABLE_STEP = 4096  # positions by which the table grows
+
+_ASKED_AT = 4093
+"""A position at which all columns are others than at 0, those of slow angles too."""
 
 
 class SettledRotation(nn.Module):
@@ -94,7 +98,8 @@ class KRotaryEmbedding(WrapperOperator):
 
     The table is filled by the module itself, so every scaling it does is kept: one row per position of (cos, sin)
     [positions, D] or, for DeepSeek-V2, of complex [positions, D / 2]. A module that turns kinds of layers by other
-    angles (layer_type) has a table for each.
+    angles (layer_type) has a table for each. Positions may be time, height and width, [3, 1, T] (M-RoPE): each column
+    of what the module returns is then of one of them, which is found by asking it.
     """
 
     KEEPS_BUFFERS: ClassVar[bool] = True  # the table is filled on the CPU
@@ -112,6 +117,7 @@ class KRotaryEmbedding(WrapperOperator):
         self._is_static = isinstance(kinds, str | dict) and not _depends_on_sequence(module)
         self.layer_types = [kind for kind in self._kinds if kind is not None]  # LFM3 asks its module which it knows
         self._tables: dict[str | None, tuple[torch.Tensor, ...]] = {}  # by kind of layer, where they differ
+        self._axes: torch.Tensor | None = None  # int64 [D]: which of three positions a column is of, once asked
 
     @property
     def has_table(self) -> bool:
@@ -164,15 +170,35 @@ class KRotaryEmbedding(WrapperOperator):
         if not is_known or (x.dtype is not torch.float32 and not self.device.is_gpu):
             asked = kwargs if layer_type is None else {**kwargs, "layer_type": layer_type}
             return self._inner_forward(x, position_ids, **asked)
-        if position_ids.dim() == 3:  # time, height and width [3, 1, T], which are one for text
+        if position_ids.dim() == 3 and position_ids.stride(0) == 0:  # one position, expanded by the model: text
             position_ids = position_ids[0]
         if not self.device.is_gpu:
             needed = _last(position_ids) + 1
             if not self._tables or self._tables[layer_type][0].shape[0] < needed:
                 self._grow(x, needed)
         at = self.device.move(position_ids)
-        parts = tuple(part[at].to(position_ids.device) for part in self._tables[layer_type])
+        if at.dim() == 3:
+            axes = self._asked_axes()
+            at = at[axes].movedim(0, -1).contiguous()  # of each column
+            parts = tuple(part[at, torch.arange(len(axes), device=at.device)] for part in self._tables[layer_type])
+        else:
+            parts = tuple(part[at] for part in self._tables[layer_type])
+        parts = tuple(part.to(position_ids.device) for part in parts)
         return parts if len(parts) > 1 else parts[0]
+
+    def _asked_axes(self) -> torch.Tensor:
+        """Which of three positions each column of the module's angles is of: the one that changes it. Raises
+        UnsupportedError where several do, or the module takes one position alone."""
+        if self._axes is None:
+            at = torch.zeros(3, 1, 4, dtype=torch.int64)
+            at[[0, 1, 2], 0, [0, 1, 2]] = _ASKED_AT
+            angles = self._angles(torch.empty(1, 1, 1), at)
+            parts = torch.stack(angles if isinstance(angles, tuple) else (angles,))
+            changed = (parts[..., :3, :] != parts[..., 3:, :]).flatten(0, -3).any(0)  # [3, D]
+            if parts.dim() != 4 or parts.shape[1] != 1 or bool((changed.sum(0) > 1).any()):
+                raise UnsupportedError(f"{self.key} ({type(self.inner).__name__}) mixes time, height and width")
+            self._axes = self.device.move(changed.int().argmax(0))
+        return self._axes
 
     def _inner_forward(self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, on the CPU where its buffers are. Angles of one step are few."""

@@ -311,6 +311,7 @@ class FusedLayer(nn.Module):
         """Return the attention's rows and angles of a step, shared by layers that are given the same angles."""
         if isinstance(self.attention, LatentLayer):
             return _latent_step(self.inner.get_submodule(self.mixer), context, kwargs.get("position_embeddings"))
+        assert context.pictures is None or context.pictures.ends is None, "native layers see no picture as a whole"
         cos, sin = kwargs["position_embeddings"]
         return context.derived("attention step", cos, lambda cos: _attention_step(context, cos, sin))
 

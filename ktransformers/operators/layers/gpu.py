@@ -149,11 +149,16 @@ class LayerStack(nn.Module):
         shape = hidden_states.shape
         total, added = hidden_states.reshape(-1, shape[-1]), None
         calls = _Call.all_of(len(total), args, kwargs)
+        context = kwargs.get("forward_context")
+        pictures = context.pictures if isinstance(context, ForwardContext) else None
         for layer, parts in enumerate(self._parts, self.first):
             for part in parts:
                 self.device.time_part(part.name, layer)
                 normed, total = _add_norm(added, total, part.norm)
                 added = _mix(part, normed, calls) if part.is_mixer else _feed_forward(part, normed, calls)
+            if pictures is not None and layer < len(pictures.by_layer):
+                _, total = _add_norm(added, total, parts[-1].norm)
+                added, total = None, pictures.add_behind(layer, total)
         if added is not None:  # in the bits that the sum has where a norm follows, wherever a stack ends
             _, total = _add_norm(added, total, self._parts[-1][-1].norm)
         self.device.time_part("lm_head", -1)  # or whatever else follows

@@ -42,11 +42,14 @@ interrupted between layers."""
 
 
 class NativeStack(nn.Module):
-    """Stands in for the first of some neighbouring decoder layers and computes them all: fp32 [1, T, H] in and out."""
+    """Stands in for the first of some neighbouring decoder layers and computes them all: fp32 [1, T, H] in and out.
 
-    def __init__(self, layers: Sequence[FusedLayer]):
+    first: the place in the model of the first of `layers`.
+    """
+
+    def __init__(self, layers: Sequence[FusedLayer], first: int = 0):
         super().__init__()
-        self.layers = nn.ModuleList(layers)
+        self.layers, self.first = nn.ModuleList(layers), first
         self._pool, self._memory_between = layers[0].pool, layers[0].memory
         parts = [(layer.attention, layer.feed_forward) for layer in layers]
         self._native = NativeLayerStack(
@@ -60,12 +63,15 @@ class NativeStack(nn.Module):
 
     @override
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if hidden_states.shape[-2] > MOST_ROWS:
-            for layer in self.layers:
+        context: ForwardContext = kwargs["forward_context"]
+        pictures = context.pictures
+        if hidden_states.shape[-2] > MOST_ROWS or (pictures is not None and pictures.by_layer):
+            for index, layer in enumerate(self.layers, self.first):
                 hidden_states = layer(hidden_states, *args, **kwargs)
+                if pictures is not None:
+                    hidden_states = pictures.add_behind(index, hidden_states)
             return hidden_states
         with torch._C.DisableTorchFunction():  # see kernels/untraced.py
-            context: ForwardContext = kwargs["forward_context"]
             if self._bound is None or self._bound() is not context.cache:
                 self._bind(context.cache)
             rows = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
@@ -99,14 +105,14 @@ def stack_cpu_layers(model: nn.Module, shapes: list[LayerShape], pool: WorkerPoo
         return 0
     before, alone, same = list(layers), _logits(model, shapes, pool), handed(calls)
     whole = [isinstance(layer, FusedLayer) and layer.is_native for layer in before]
-    count = 0
+    count, skipped = 0, int(getattr(layers, "first", 0))  # layers that other stages of a pipeline have
     for _, run in groupby(range(len(before)), key=lambda i: (whole[i], same[i])):
         first, *others = run
         joined = [layer for i in (first, *others) if isinstance(layer := before[i], FusedLayer) and whole[i]]
         if len(joined) < min(len(before), 2):
             continue
         try:
-            layers[first] = NativeStack(joined)
+            layers[first] = NativeStack(joined, skipped + first)
         except ValueError as error:
             logger.debug("layers %d to %d stay apart: %s", first, first + len(others), error)
             continue

@@ -17,6 +17,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from ktransformers.media.records import is_media_id
 from ktransformers.scheduler.drafting.acceptance import AcceptanceRates
 
 __all__ = ["MAX_CANDIDATES", "MAX_MATCH", "MIN_MATCH", "PACE", "PromptLookup", "behind_next"]
@@ -69,6 +70,7 @@ class PromptLookup:
         self._latest = array("i", [-1]) * (self._mask + 1)
         self._before = array("i", [-1]) * MIN_MATCH
         self._num_predicted = len(prediction_ids)
+        self._has_pictures = any(map(is_media_id, token_ids))  # whose ids are matched like others, and never drafted
         self._next = 0  # where the draft of the next token stands
         self.match_len = 0
         self._link()
@@ -86,7 +88,7 @@ class PromptLookup:
             self._rates.add(self.match_len, was_right)
         self._ids.append(token_id)
         self._link()
-        if was_right:
+        if was_right and not is_media_id(self._ids[self._next + 1]):
             self._next += 1
             self.match_len = min(self.match_len + 1, MAX_MATCH)
         else:
@@ -103,7 +105,7 @@ class PromptLookup:
 
     def chances(self, most: int) -> list[float]:
         """Return the chances of the first tokens of `draft`, see Drafter.chances."""
-        return self._rates.chances(self.match_len, most) if self.match_len else []
+        return self._rates.chances(self.match_len, self._room(most)) if self.match_len else []
 
     def later(self, most: int) -> tuple[float, list[float]]:
         """Return the chances behind the next token, see Drafter.later."""
@@ -118,11 +120,19 @@ class PromptLookup:
         anew: what repeats goes on repeating."""
         if not self.match_len:
             return []
+        most = self._room(most)
         found = self._ids[self._next : self._next + most].tolist()
         period = len(found)
         for i in range(period, most):
             found.append(found[i - period])
         return found
+
+    def _room(self, most: int) -> int:
+        """How many of `most` tokens there are to copy: up to the next picture."""
+        if not self._has_pictures:
+            return most
+        found = self._ids[self._next : self._next + most]
+        return next((i for i, one in enumerate(found) if is_media_id(one)), most)
 
     def _link(self) -> None:
         """Put places into their chains, up to PACE of them."""
@@ -143,7 +153,7 @@ class PromptLookup:
         for _ in range(MAX_CANDIDATES):
             if place < 0:
                 break
-            if ids[place - 1] == last and ids[place - 2] == last_but_one:
+            if ids[place - 1] == last and ids[place - 2] == last_but_one and not is_media_id(ids[place]):
                 length = MIN_MATCH
                 while length < min(place, MAX_MATCH) and ids[place - 1 - length] == ids[size - 1 - length]:
                     length += 1

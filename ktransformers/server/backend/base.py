@@ -40,7 +40,7 @@ class ModelInfo:
     ngram, draft or mtp. card: sizes and names for people. digest:
     32 bytes that models of another kind or settings of their arithmetic do not have, nor most other weights; empty
     where nobody asks. weights: their files, for exact_fingerprint. no_pictures: why the model reads text only; None: it
-    reads pictures, too, and `pictures` is who reads them once it is loaded.
+    reads pictures, too, and `pictures` is who reads them once it is loaded. max_picture_len: see Limits.
     """
 
     tokenizer: Tokenizer
@@ -57,6 +57,7 @@ class ModelInfo:
     weights: tuple[FileState, ...] = ()
     max_drafts: int = 0
     drafter: str = "ngram"
+    max_picture_len: int | None = None
     pictures: ServedPictures | None = field(default=None, compare=False, repr=False)
     no_pictures: str | None = NO_TOWER
 
@@ -78,6 +79,7 @@ class ModelInfo:
             has_vocabulary=self.tokenizer.has_vocabulary,
             has_head=self.card.has_head,
             is_models_limit=self.is_models_limit,
+            max_picture_len=self.max_picture_len,
             set_by="the server's --cache_lens",
             remedy="start the server with a larger --cache_lens",
         )

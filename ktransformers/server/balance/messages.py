@@ -75,6 +75,7 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     drafter: str = "ngram"
     long_chunk_size: int = 0
     long_prompt: int = 0
+    keeps_pictures_whole: bool = False
     parent_pid: int
     commands: str
     news: str
@@ -113,7 +114,8 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     num_experts: of a layer, at most. expert_bytes: of one routed expert per layer on the CPU, added up. gpu_bytes: see
     ModelCard. profiled: what profiles say of the model. num_states, snapshot_interval, tiers,
-    num_stages, max_drafts, drafter, long_chunk_size, long_prompt: see SchedulerConfig. digest, weights: see ModelInfo.
+    num_stages, max_drafts, drafter, long_chunk_size, long_prompt, keeps_pictures_whole: see SchedulerConfig. digest,
+    weights: see ModelInfo.
     """
 
     num_pages: int
@@ -134,6 +136,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     drafter: str = "ngram"
     long_chunk_size: int = 0
     long_prompt: int = 0
+    keeps_pictures_whole: bool = False
     profiled: ProfileMeta | None = None
     digest: bytes = b""
     weights: tuple[FileState, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from ktransformers.core import Phase
 from ktransformers.engine.parallel.ranks.messages import Regroup, Step, decode, encode
 from ktransformers.kernels.types import StateStep
-from ktransformers.operators.context import ForwardContext
+from ktransformers.operators.context import ForwardContext, PictureRows
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -46,3 +47,28 @@ def test_a_step_is_the_same_behind_the_pipe(rows: int, seqs: int, pages: int, ke
     for name in ("first_rows", "read_slots", "write_slots", "save_slots", "kv_lens"):
         assert states is None or torch.equal(getattr(got.states, name), getattr(states, name)), name
     assert states is None or got.states.max_rows == 7
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize("num_rows", [0, 4])
+def test_pictures_come_along(is_whole: bool, num_rows: int) -> None:
+    cache: Any = object()
+    rows = torch.arange(num_rows)
+    hidden, more = torch.randn(num_rows, 8), (torch.randn(num_rows, 8), torch.randn(num_rows, 8))
+    sight = {"ends": numbers(9), "starts": numbers(9), "ends_in_windows": True} if is_whole else {}
+    shown = PictureRows(rows, hidden, more, pool_starts=numbers(3, 9, dtype=torch.int64), **sight)
+    context = ForwardContext(
+        cache, cache, Phase.PREFILL, 64, longs(9), numbers(9), numbers(9), numbers(1, 2), pictures=shown
+    )
+    positions = longs(9) if is_whole else numbers(3, 9, dtype=torch.int64)
+    message = decode(encode(Step.of(longs(9), positions, context, longs(2), False)), Step | Regroup)
+    _, got_positions, got, _ = message.inputs(cache, cache)
+    assert torch.equal(got_positions, positions)
+    assert got.pictures is not None
+    assert (got.turned is None) == (positions.dim() == 2)
+    for one in fields(PictureRows):
+        want, found = getattr(shown, one.name), getattr(got.pictures, one.name)
+        if one.name == "by_layer":
+            assert all(map(torch.equal, found, want))
+        else:
+            assert torch.equal(found, want) if isinstance(want, torch.Tensor) else found == want, one.name

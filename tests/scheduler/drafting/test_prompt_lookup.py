@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ktransformers.media.records import MEDIA_ID_BASE, media_ids
 from ktransformers.scheduler.drafting.prompt_lookup import MAX_CANDIDATES, MAX_MATCH, MIN_MATCH, PACE, PromptLookup
 
 
@@ -75,8 +76,20 @@ def test_a_long_prompt_is_taken_in_step_by_step() -> None:
 
 
 def test_all_ids_there_may_be() -> None:
-    ids = [0, 0xFFFF, 0x10FFFF, 200_000, (1 << 31) - 1]
+    ids = [0, 0xFFFF, 0x10FFFF, 200_000, MEDIA_ID_BASE - 1]
     assert PromptLookup([*ids, 5, *ids[:2]]).draft(5) == [*ids[2:], 5, 0]
+
+
+def test_pictures_are_matched_and_never_drafted() -> None:
+    shown = media_ids(bytes(32), 4)
+    before = PromptLookup([*shown, 7, 8, 9, 1, *shown])
+    assert (before.match_len, before.draft(8)) == (4, [7, 8, 9, 1])
+    assert len(before.chances(8)) == 4
+    for token_id in (7, 8, 9):
+        assert before.add(token_id) is True
+    assert before.draft(3) == [1]
+    assert before.add(1) is True  # behind which the picture came
+    assert (before.match_len, before.draft(3), before.chances(3)) == (0, [], [])
 
 
 def test_several_tokens_at_once_are_as_one_after_the_other() -> None:

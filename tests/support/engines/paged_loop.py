@@ -74,7 +74,9 @@ class PagedLoop:
             assert not self.scheduler.has_work, "requests wait and nothing is planned"
             return False
         result = msgspec.msgpack.decode(msgspec.msgpack.encode(self.results.popleft()), type=StepResult)
-        for update in self.scheduler.commit(result.step_id, result.results, result.prompt_logprobs, result.tiers):
+        updates = self.scheduler.fail(result.failed)
+        updates += self.scheduler.commit(result.step_id, result.results, result.prompt_logprobs, result.tiers)
+        for update in updates:
             self.answers[update.request_id].hear(update)
         self.scheduler.check_integrity()
         return True

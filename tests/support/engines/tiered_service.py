@@ -11,10 +11,9 @@ from ktransformers.cache.paged import PagedCache
 from ktransformers.cache.tiers import PAGE, STATE
 from ktransformers.core import SamplingParams
 from ktransformers.engine.load.builder import Engine
-from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.kv_offload import TieredCache
 from ktransformers.engine.step.paged import PagedExecutor
-from ktransformers.engine.step.runner import ModelRunner
+from ktransformers.media.records import MediaItem
 from ktransformers.scheduler.config import TierConfig
 from ktransformers.scheduler.records import StepPlan, StepResult
 from ktransformers.scheduler.tier_rates import Option, TierRates
@@ -80,12 +79,11 @@ class Service:
             snapshot_interval=64 if has_states else 0,
             tiers=tiers if tiers.host_pages else None,
         )
-        model = engine.executor.runner.model  # type: ignore[attr-defined]
 
         def executor() -> PagedExecutor:
             cache = PagedCache(engine.cache.shapes, num_pages, page_size, max(num_states, 1))
-            runner = ModelRunner(ForwardPass(model, engine.pool))
-            made = PagedExecutor(runner, cache, engine.pool, engine.model.vocab_size)
+            made = PagedExecutor(engine.executor.runner, cache, engine.pool, engine.model.vocab_size)
+            made.pictures = engine.executor.pictures
             if config.tiers is not None:
                 files = None
                 if folder is not None:
@@ -106,11 +104,11 @@ class Service:
         if tiers_of is not None:
             tiers_of.rates = rates or Patient()
 
-    def answer(self, prompt: list[int], count: int = 20) -> tuple[list[int], int]:
+    def answer(self, prompt: list[int], count: int = 20, media: Sequence[MediaItem] = ()) -> tuple[list[int], int]:
         """The tokens, and how many rows they took."""
         before = self.num_rows
         params = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.9, seed=7)
-        name = self.loop.add(prompt, params)
+        name = self.loop.add(prompt, params, media=media)
         self.loop.drain()
         return self.loop.answers[name].token_ids, self.num_rows - before
 

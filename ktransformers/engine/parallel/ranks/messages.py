@@ -22,7 +22,7 @@ from ktransformers.cache.paged import PagedCache
 from ktransformers.config import EngineConfig
 from ktransformers.core import Phase
 from ktransformers.kernels.cpu import WorkerPool
-from ktransformers.operators.context import ForwardContext, StateStep
+from ktransformers.operators.context import ForwardContext, PictureRows, StateStep
 
 __all__ = ["Begin", "Captured", "Failed", "Loaded", "Made", "Regroup", "Start", "Step", "decode", "encode"]
 
@@ -65,13 +65,71 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     is_captured: bool
 
 
+class Shown(msgspec.Struct, frozen=True, array_like=True):
+    """What a step shows of pictures, see PictureRows. rows: int64 [N], hidden and by_layer: fp32 [N, width] each, ends
+    and starts: int32 [T], pool_starts: int64 [3, T], positions: int64 [3, T]; empty where there are none."""
+
+    width: int
+    rows: bytes
+    hidden: bytes
+    by_layer: list[bytes]
+    ends: bytes
+    starts: bytes
+    pool_starts: bytes
+    positions: bytes
+    ends_in_full: bool
+    ends_in_windows: bool
+
+    @classmethod
+    def of(cls, pictures: PictureRows, positions: torch.Tensor) -> Shown:
+        """Make the part of a step's message. positions: of the step."""
+        return cls(
+            pictures.hidden.shape[-1],
+            _bytes(pictures.rows),
+            _bytes(pictures.hidden.float()),
+            [_bytes(part.float()) for part in pictures.by_layer],
+            _bytes(pictures.ends),
+            _bytes(pictures.starts),
+            _bytes(pictures.pool_starts),
+            _bytes(positions if positions.dim() == 2 else None),
+            pictures.ends_in_full,
+            pictures.ends_in_windows,
+        )
+
+    def pictures(self) -> PictureRows:
+        """Return what is shown."""
+        return PictureRows(
+            _numbers(self.rows, np.int64),
+            _numbers(self.hidden, np.float32).view(-1, self.width),
+            tuple(_numbers(part, np.float32).view(-1, self.width) for part in self.by_layer),
+            _numbers(self.ends, np.int32) if self.ends else None,
+            _numbers(self.starts, np.int32) if self.starts else None,
+            self.axes(self.pool_starts),
+            self.ends_in_full,
+            self.ends_in_windows,
+        )
+
+    @staticmethod
+    def axes(data: bytes) -> torch.Tensor | None:
+        """Return positions [3, T]; None of empty ones."""
+        return _numbers(data, np.int64).view(3, -1) if data else None
+
+
+def _bytes(part: torch.Tensor | None) -> bytes:
+    return b"" if part is None else part.cpu().contiguous().numpy().tobytes()
+
+
+def _numbers(data: bytes, dtype: type[np.generic]) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(bytearray(data), dtype=dtype))
+
+
 class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A flattened step, in few pieces: workers begin a step later by what it takes to put it together again.
 
     is_padded: to the size of a graph. num_kept, num_seqs, num_pages: logits kept, shape of the block table. longs:
     token_ids [T], positions [T], slots [T] and kept rows, int64. ints: seq_ids [T], kv_lens [T], block table and, with
     states, their bounds, reads, writes and saves, int32. states: the lengths of these four, and the most rows of a
-    sequence.
+    sequence. shown: of pictures; positions of three axes are there, and the first of them here.
     """
 
     is_padded: bool
@@ -83,6 +141,7 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
     longs: bytes
     ints: bytes
     states: tuple[int, int, int, int, int | None] | None
+    shown: Shown | None = None
 
     @classmethod
     def of(
@@ -95,7 +154,7 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
     ) -> Step:
         """Make the message of a step, with the arguments of ModelRunner.reduced_step."""
         states, table = context.states, context.block_table
-        longs = torch.cat((token_ids, positions, context.slot_mapping, keep))
+        longs = torch.cat((token_ids, positions.view(-1, len(token_ids))[0], context.slot_mapping, keep))
         parts, lengths = [context.seq_ids, context.kv_lens, table.reshape(-1)], None
         if states is not None:
             of_states = [states.first_rows, states.read_slots, states.write_slots, states.save_slots]
@@ -114,6 +173,7 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
             longs.numpy().tobytes(),
             ints.numpy().tobytes(),
             lengths,
+            None if context.pictures is None else Shown.of(context.pictures, positions),
         )
 
     def inputs(
@@ -130,6 +190,7 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
         if self.states is not None:
             bounds, reads, writes, saves = of_states
             states = StateStep(bounds, reads, writes, saves, kv_lens, self.states[4])
+        axes = None if self.shown is None else self.shown.axes(self.shown.positions)
         context = ForwardContext(
             cache=cache,
             pool=pool,
@@ -140,8 +201,10 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
             kv_lens=kv_lens,
             block_table=table.view(self.num_seqs, self.num_pages),
             states=states,
+            turned=positions if axes is None else None,
+            pictures=None if self.shown is None else self.shown.pictures(),
         )
-        return token_ids, positions, context, keep
+        return token_ids, positions if axes is None else axes, context, keep
 
 
 def _split(numbers: np.ndarray[Any, Any], *lengths: int) -> list[torch.Tensor]:

@@ -393,4 +393,5 @@ def _model_info(described: ModelDescription, facts: EngineFacts) -> ModelInfo:
         weights=facts.weights,
         max_drafts=facts.max_drafts,
         drafter=facts.drafter,
+        max_picture_len=facts.chunk_size if facts.keeps_pictures_whole else None,
     )

@@ -86,6 +86,7 @@ class LoadedLoop:
             max_drafts=loop.config.max_drafts,
             drafter=loop.config.drafter,
             no_pictures="the transformers backend runs the text model alone, balance_serve reads them",
+            max_picture_len=limits.max_picture_len,
         )
         return cls(model, loop, profiled)
 

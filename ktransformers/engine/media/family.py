@@ -1,0 +1,121 @@
+"""What a family of models does with the positions of pictures besides showing them: found by asking its config and its
+masks."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ktransformers.errors import MODULE_FAILURES, UnsupportedError, named_reason
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+__all__ = ["PictureFamily"]
+
+_TYPES = (0, 0, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 0)
+"""By position, 1: a picture's. Of two pictures, one as long as _WINDOW and one that is longer."""
+_WINDOW = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PictureFamily:
+    """Facts of a composite model about positions of pictures.
+
+    token_id: the token that stands there for what looks tokens up (inputs of single layers, n-grams, drafters).
+    ends_in_full, ends_in_windows: in which layers a position of a picture sees all of it, what is behind, too; see
+    PictureRows. keeps_starts: whether in the latter it sees the picture's beginning, too, where the window ends before.
+    """
+
+    token_id: int
+    ends_in_full: bool = False
+    ends_in_windows: bool = False
+    keeps_starts: bool = False
+
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether the positions of a picture have to be computed in one step."""
+        return self.ends_in_full or self.ends_in_windows
+
+    @classmethod
+    def of(cls, whole: PretrainedConfig) -> PictureFamily:
+        """Return the facts of a composite's config. Raises UnsupportedError for a family whose pictures cannot be run
+        as transformers runs them."""
+        text = whole.get_text_config(decoder=True)
+        if isinstance(getattr(text, "moe_intermediate_size", None), list | tuple):
+            raise UnsupportedError(
+                f"model type {whole.model_type} has experts of their own for pictures, which are not loaded"
+            )
+        if getattr(whole, "deepstack_layer_map", None):
+            raise UnsupportedError(
+                f"model type {whole.model_type} adds features of pictures behind layers of its choice "
+                "(deepstack_layer_map), which is not supported"
+            )
+        token_id = getattr(whole, "image_token_id", None)
+        if getattr(text, "hidden_size_per_layer_input", 0):  # as transformers asks for the inputs of layers there
+            token_id = getattr(text, "pad_token_id", None)
+        if not isinstance(token_id, int) or not 0 <= token_id < text.vocab_size:
+            token_id = 0
+        return cls(token_id, *_sight(whole))
+
+
+def _sight(whole: PretrainedConfig) -> tuple[bool, bool, bool]:
+    """What rows of pictures see, as PictureFamily has it. Only families that mask pictures have a function for it."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    if type(whole) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        raise UnsupportedError(f"transformers has no class for images and text of model type {whole.model_type}")
+    found = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(whole)]
+    make: Callable[..., Any] | None = getattr(found, "create_masks_for_generate", None)
+    names = inspect.signature(make).parameters if make is not None else {}
+    kinds = [name for name in names if name.endswith("token_type_ids")]
+    if make is None or not kinds:
+        return False, False, False
+    config = copy.deepcopy(whole)
+    for part in (config, config.get_text_config()):
+        part._attn_implementation = "eager"
+        if getattr(part, "sliding_window", None):
+            part.sliding_window = _WINDOW
+    count = len(_TYPES)
+    given: dict[str, Any] = {name: None for name in ("attention_mask", "cache", "past_key_values") if name in names}
+    given["position_ids"] = torch.arange(count)[None]
+    given |= {name: torch.tensor([_TYPES]) for name in kinds}
+    try:
+        masks = make(config=config, inputs_embeds=torch.zeros(1, count, 1), **given)
+    except MODULE_FAILURES as error:
+        raise UnsupportedError(
+            f"model type {whole.model_type} says in another way what pictures see: {named_reason(error)}"
+        ) from error
+    layers = masks if isinstance(masks, Mapping) else {"full_attention": masks}
+    return _read(whole.model_type, {name: mask[0, 0] == 0 for name, mask in layers.items() if mask is not None})
+
+
+def _read(model_type: str, seen: Mapping[str, torch.Tensor]) -> tuple[bool, bool, bool]:
+    """seen: bool [T, T] by kind of layers: which positions (columns) a row sees."""
+    rows, columns = torch.arange(len(_TYPES))[:, None], torch.arange(len(_TYPES))
+    types = torch.tensor(_TYPES)
+    numbers = (types * (types != types.roll(1))).cumsum(0) * types
+    causal, same = columns <= rows, (numbers[:, None] == numbers) & (numbers > 0)
+    near = columns > rows - _WINDOW
+    full = {False: causal, True: causal | same}
+    windows = {
+        (False, False): causal & near,
+        (True, False): (causal | same) & near,
+        (True, True): (causal & near) | same,
+    }
+    ends_in_full, (ends_in_windows, keeps_starts) = False, (False, False)
+    for name, mask in seen.items():
+        if name == "full_attention":
+            match = [kind for kind, wanted in full.items() if torch.equal(mask, wanted)]
+            ends_in_full = bool(match) and match[0]
+        else:
+            match = [kind for kind, wanted in windows.items() if torch.equal(mask, wanted)]  # type: ignore[misc]
+            ends_in_windows, keeps_starts = match[0] if match else (False, False)  # type: ignore[misc]
+        if not match:
+            raise UnsupportedError(f"model type {model_type} masks pictures in a way that is not known ({name})")
+    return ends_in_full, ends_in_windows, keeps_starts

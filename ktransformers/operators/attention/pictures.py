@@ -1,0 +1,55 @@
+"""Attention of rows that see all of their picture, what is behind them, too (Gemma 3 and 4).
+
+In layers that see all positions such a row is one that sees more of them. In layers with a window it sees the window's
+positions in front of it and the picture's behind it: these have a table of their own, of pages of one position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from ktransformers.kernels.attention_call import AttentionCall
+from ktransformers.operators.attention.topk_positions import TopkPositions
+from ktransformers.operators.context import ForwardContext, PictureRows
+
+__all__ = ["attend_pictures"]
+
+
+def attend_pictures(
+    call: AttentionCall, context: ForwardContext, attend: Callable[[AttentionCall], torch.Tensor]
+) -> torch.Tensor:
+    """Attend, [T, Hq, Dv], rows of pictures to what they see. context: the step's, where the cache is; its keys and
+    values are written."""
+    pictures = context.pictures
+    if pictures is None or pictures.ends is None:
+        return attend(call)
+    if not call.window:
+        sees_ends = pictures.ends_in_full
+        return attend(replace(call, pages=replace(call.pages, kv_lens=pictures.ends)) if sees_ends else call)
+    if call.is_chunked or not pictures.ends_in_windows or not len(pictures.rows):
+        return attend(call)
+    shown, ends = pictures, pictures.ends
+    positions = context.derived(
+        f"positions of pictures in a window of {call.window}",
+        ends,
+        lambda ends: _seen(context, shown, ends, call.window),
+    )
+    out = attend(call)
+    out[shown.rows] = attend(replace(call, q=call.q[shown.rows], pages=positions.pages, window=0))
+    return out
+
+
+def _seen(context: ForwardContext, pictures: PictureRows, ends: torch.Tensor, window: int) -> TopkPositions:
+    """The slots of what rows of pictures see."""
+    rows, size = pictures.rows, context.page_size
+    first, end = (context.kv_lens[rows] - window).clamp(min=0), ends[rows]
+    if pictures.starts is not None:
+        first = torch.minimum(first, pictures.starts[rows])
+    counts = end - first
+    places = first[:, None] + torch.arange(int(counts.max()), dtype=first.dtype, device=first.device)
+    places = torch.minimum(places, end[:, None] - 1).long()  # what is behind counts[i] is not read
+    pages = context.block_table[context.seq_ids[rows].long()[:, None], places // size]
+    return TopkPositions((pages * size + places % size).int(), counts)

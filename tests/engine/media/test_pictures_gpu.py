@@ -1,0 +1,43 @@
+"""Pictures on made-up GPUs: logits as transformers' whole composite has them. Tolerance: see test_gpu."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.support.engines.fake_gpus import fake_hardware
+from tests.support.engines.picture_engines import picture_composite, picture_engine
+from tests.support.engines.picture_steps import logits_of
+from tests.support.models.agreement import TOLERANCE
+
+pytest.importorskip("triton")
+
+WINDOW = {"sliding_window": 4}
+CASES: dict[str, tuple[str, dict[str, object]]] = {
+    "qwen3_vl_moe": ("qwen3_vl_moe", {}),
+    "gemma3": ("gemma3", WINDOW),
+    "gemma4": ("gemma4", {**WINDOW, "use_bidirectional_attention": "vision"}),
+    "glm4v_moe": ("glm4v_moe", {}),
+    "qwen3_5": ("qwen3_5", {}),
+    "kimi_k25": ("kimi_k25", {}),
+    "qwen4_exp": ("qwen4_exp", {}),
+}
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize(("name", "num_gpus"), [*((name, 1) for name in CASES), ("qwen3_vl_moe", 2)])
+def test_on_gpus_as_transformers(name: str, num_gpus: int, tmp_path: Path) -> None:
+    model_type, values = CASES[name]
+    model = picture_composite(model_type, **values)
+    more = {"self_check": False, "spread_layers": num_gpus > 1}
+    engine, pictures = picture_engine(model, tmp_path, fake_hardware(num_gpus), **more)
+    with closing(engine):
+        first, second = pictures.picture("first", 2, 3), pictures.picture("second", 2, 2)
+        prompt = pictures.prompt([5, 9, 17, 23, 4], first, [60, 61], second, [70, 71, 72, 73, 74])
+        answer = [11, 12]
+        want = pictures.logits(prompt, answer)
+        cuts = [len(prompt.ids)] if pictures.family.keeps_whole else [7, 6, 1, 9]
+        got = logits_of(engine, prompt, answer, cuts)
+        assert (got - want).abs().max() <= TOLERANCE * want.abs().max()

@@ -1,0 +1,48 @@
+"""Pictures in steps: logits as transformers' whole composite has them, whatever a step's rows are."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.support.engines.picture_engines import ComposedPictures, Prompt, picture_composite, picture_engine
+from tests.support.engines.picture_steps import logits_of
+
+TOLERANCE = 5e-5  # of the largest logit; both sides multiply the same fp32 numbers
+FAMILIES = (
+    *("kimi_k25", "mistral3", "mistral3 of mistral4", "gemma3", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm46v"),
+    *("glm4v_moe", "exaone4_5", "step3p7", "gemma4", "qwen3_5", "qwen3_5_moe", "minimax_m3_vl", "glm5_next"),
+    *("qwen4_exp", "gemma3 beyond its window", "gemma4 of vision"),
+)
+WINDOW = {"sliding_window": 4}  # shorter than pictures
+VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
+    "gemma3 beyond its window": ("gemma3", WINDOW),
+    "gemma4 of vision": ("gemma4", {**WINDOW, "use_bidirectional_attention": "vision"}),
+}
+
+
+def two_pictures(pictures: ComposedPictures) -> Prompt:
+    first, second = pictures.picture("first", 2, 3), pictures.picture("second", 4, 2)
+    return pictures.prompt([5, 9, 17, 23, 4], first, [60, 61, 62], second, [70, 71, 72, 73, 74])
+
+
+def composite(name: str) -> PreTrainedModel:
+    """name: a model type of COMPOSITES, or one of VARIANTS."""
+    model_type, values = VARIANTS.get(name, (name, {}))
+    return picture_composite(model_type, **values)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_those_of_the_composite(name: str, tmp_path: Path) -> None:
+    engine, pictures = picture_engine(composite(name), tmp_path)
+    with closing(engine):
+        prompt, answer = two_pictures(pictures), [11, 12, 13]
+        want = pictures.logits(prompt, answer)
+        whole = logits_of(engine, prompt, answer, [len(prompt.ids)])
+        assert (whole - want).abs().max() <= TOLERANCE * want.abs().max()
+        if not pictures.family.keeps_whole:
+            assert torch.equal(logits_of(engine, prompt, answer, [7, 1, 1, 2, 9]), whole)
