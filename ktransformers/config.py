@@ -24,6 +24,7 @@ __all__ = [
     "KV_DISK_SIZE_GB",
     "KV_TYPES",
     "SPARSE_ATTENTIONS",
+    "TOWER_DEVICES",
     "EngineConfig",
     "bundled_model",
     "check_threads",
@@ -98,6 +99,9 @@ SPECULATIVE_TOKENS = 7
 
 HOT_EXPERTS = ("auto", "off")
 """What `--hot_experts` accepts beside a number, the default first."""
+
+TOWER_DEVICES = ("auto", "cpu", "cuda")
+"""What `--tower_device` accepts, the default first."""
 
 DEFAULT_CHUNK_SIZE = 512
 """Tokens of a prefill step on the CPU when nothing is said."""
@@ -291,6 +295,8 @@ class EngineConfig:
         multi-token prediction; "auto", draft_model if there is one, else as "ngram", but on GPUs only where steps with
         draft tokens have CUDA graphs; "off". Answers are the same.
     speculative_tokens: draft tokens of a sequence in a step at most; as many as pay are taken.
+    picture_folder: where the tensors of pictures are, set by who owns it; None: no pictures come.
+    tower_device: where the model's tower computes on them: "cpu", "cuda", or "auto", a GPU where one has room.
     """
 
     model_path: Path | None = None
@@ -333,6 +339,8 @@ class EngineConfig:
     pipeline_layers: str = ""
     stage_hosts: str = ""
     stage_key_file: Path | None = None
+    picture_folder: Path | None = None
+    tower_device: str = TOWER_DEVICES[0]
 
     def resolved(self, *, needs_model: bool = True) -> EngineConfig:
         """Return a checked copy in which paths exist and automatic values are filled in. Raises ConfigError.
@@ -404,6 +412,7 @@ class EngineConfig:
         choices = {"cpu_prefill": CPU_PREFILLS, "cpu_bf16": CPU_BF16S, "attention_backend": ATTENTION_BACKENDS}
         choices |= {"sparse_attention": SPARSE_ATTENTIONS, "kv_type": KV_TYPES, "cpu_activations": CPU_ACTIVATIONS}
         choices |= {"attention_products": ATTENTION_PRODUCTS, "speculative": SPECULATIVES}
+        choices |= {"tower_device": TOWER_DEVICES}
         for flag, known in choices.items():
             if getattr(self, flag) not in known:
                 raise ConfigError(f"--{flag} {getattr(self, flag)} is not one of {', '.join(known)}")

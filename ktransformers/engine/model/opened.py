@@ -27,6 +27,7 @@ from ktransformers.engine.model.file_layouts import note_layout
 from ktransformers.engine.model.mtp import build_mtp
 from ktransformers.engine.model.mtp_names import MtpNames, renamed_gguf, renamed_tensors
 from ktransformers.engine.model.skeleton import build_skeleton, check_kinds, check_model_type, load_hf_config
+from ktransformers.engine.model.tower import OpenedTower, open_tower
 from ktransformers.errors import ConfigError, FormatError, UnsupportedError, WeightError, reason_of
 from ktransformers.models.assistant_config import GGUF_ARCH, assistant_config, config_of_assistant, is_assistant
 from ktransformers.models.composite import take_text_config, text_config_of
@@ -92,7 +93,7 @@ class OpenedModel:
     shares: what of its modules' results are shares of sums, where it is one process's part of a model that is cut.
     hf_config: for transformers' own modules; everything else asks `facts`. stored: bytes in the files by type.
     has_head: whether the files say what follows a text; without, the model makes embeddings only. draft: the model that
-    drafts for this one, None without.
+    drafts for this one, None without. tower: of its pictures; None where none come, or it has none.
     """
 
     config: EngineConfig
@@ -107,6 +108,7 @@ class OpenedModel:
     partial_sums: PartialSums | None = None
     has_head: bool = True
     draft: OpenedModel | None = None
+    tower: OpenedTower | None = None
 
 
 def open_model(config: EngineConfig, target: OpenedModel | None = None) -> OpenedModel:
@@ -131,20 +133,39 @@ def open_model(config: EngineConfig, target: OpenedModel | None = None) -> Opene
         note_layout(hf_config, facts, gguf)
     model = build_skeleton(hf_config, config.trust_remote_code)
     source: WeightSource
+    tower = None
     if gguf is not None:
         source, files = GGUFSource(gguf, facts), [file.path for file in gguf.files]
     else:
         assert stored is not None
         parameters = {name: parameter.shape for name, parameter in model.named_parameters()}
         source, files = SafetensorsSource(stored, facts, parameters), [file.path for file in stored.files]
+        tower = None if target is not None else _open_tower(config, whole, stored, source, facts)
     check_parameters(model, source, shapes)
     states, nbytes = _states(config, files), _bytes_by_type(gguf, stored)
     opened = OpenedModel(
-        config, model.config, facts, gguf, model, source, tuple(files), states, nbytes, has_head=has_head
+        config, model.config, facts, gguf, model, source, tuple(files), states, nbytes, has_head=has_head, tower=tower
     )
     if config.drafter == "draft":
         return replace(opened, draft=_open_draft(opened))
     return replace(opened, draft=_open_mtp(opened, stored)) if config.drafter == "mtp" else opened
+
+
+def _open_tower(
+    config: EngineConfig, whole: PretrainedConfig, stored: SafetensorsModel, text: SafetensorsSource, facts: ModelFacts
+) -> OpenedTower | None:
+    """The tower of safetensors where pictures come; None, with a line of the log, where the model has none. Says what
+    is left unread. Raises TensorMismatchError for a part of a tower."""
+    tower = None
+    if config.picture_folder is not None:
+        try:
+            tower = open_tower(whole, stored, text, facts)
+        except UnsupportedError as error:
+            logger.info("no pictures: %s", error)
+    left = text.others - (frozenset() if tower is None else tower.stored_names())
+    if left:
+        logger.info("%d tensors for %s are left unread", len(left), "images and sound" if tower is None else "sound")
+    return tower
 
 
 def _open_mtp(target: OpenedModel, stored: SafetensorsModel | None) -> OpenedModel:
