@@ -53,6 +53,7 @@ class EngineKeywords(TypedDict, total=False):
     use_cuda: bool | None
     use_cuda_graph: bool | None
     attention_backend: str
+    tower_device: str
     sparse_attention: str
     kv_type: str
     attention_products: str

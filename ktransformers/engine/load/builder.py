@@ -27,6 +27,9 @@ from ktransformers.engine.load.stages import (
     open_part,
     plan_part,
 )
+from ktransformers.engine.media.encoder import TowerEncoder
+from ktransformers.engine.media.features import PictureEncoder
+from ktransformers.engine.media.towers import load_tower
 from ktransformers.engine.model.assistant import lenders_of
 from ktransformers.engine.model.mtp import MtpInput
 from ktransformers.engine.model.opened import OpenedModel, open_model
@@ -103,6 +106,7 @@ def build_engine(
     executor = _executor(built, runner, stats)
     executor.mend_model = lambda: _mend(ranks, runner)
     executor.drafter = drafter
+    executor.pictures = _load_tower(built)
     executor.find_damage = DamageScan(opened.config).said
     longest = opened.facts.longest_sequence(cache.num_slots)
     interval = snapshot_interval(max(cache.num_states - max_batch_size, 0), longest)
@@ -145,6 +149,20 @@ def _executor(built: CapturedModel, runner: ModelRunner, stats: ExpertStats) -> 
     if built.hot.gpus:
         executor.take_hot, executor.lend = built.hot.take, built.hot.lend
     return executor
+
+
+def _load_tower(built: CapturedModel) -> PictureEncoder | None:
+    """Load the tower for pictures where it is planned; None where none come. Raises WeightError; the model is closed
+    then."""
+    folder = built.config.picture_folder
+    if built.tower is None or folder is None:
+        return None
+    with ExitStack() as undo:
+        undo.callback(built.forward.pool.close)
+        undo.callback(built.plan.devices.close)
+        encoder = TowerEncoder(load_tower(built.tower.opened, built.tower.place), folder, built.forward.pool)
+        undo.pop_all()
+    return encoder
 
 
 def _load_drafter(draft: PlannedDraft, target: CapturedModel, progress: Progress | None) -> ModelDrafter:

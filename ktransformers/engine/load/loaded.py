@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.config import CPU_PREFILLS, EngineConfig
+from ktransformers.engine.media.features import PictureEncoder
 from ktransformers.engine.model.fingerprint import Identified, ModelIdentity
 from ktransformers.engine.model.opened import ModelDescription
 from ktransformers.engine.parallel.ranks.ranks import Alone, Ranks
@@ -99,6 +100,11 @@ class Engine(LoadedModel):
             long_chunk_size=self.hot.long_steps.rows,
             long_prompt=self.hot.long_steps.least_tokens,
         )
+
+    @property
+    def pictures(self) -> PictureEncoder | None:
+        """What computes pictures; None where none come, or the model has no tower."""
+        return self.executor.pictures
 
     @property
     def uses_gpus(self) -> bool:

@@ -3,6 +3,6 @@
     MediaItem.digest ── PictureEncoder (the model's tower) ──> PictureFeatures ──> rows of the step's embedding
 
 Rooms: `features.py`, what a tower gives; `towers.py`, a tower with its weights and where they are; `encoder.py`, who
-runs it; `positions.py`, M-RoPE; `stored.py`, the store's files. Knows pixels as the processor left them (`media/`), no files of users, no
-scheduler.
+runs it; `positions.py`, M-RoPE; `stored.py`, the store's files. Knows pixels as the processor left them (`media/`), no
+files of users, no scheduler.
 """

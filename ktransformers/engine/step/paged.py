@@ -18,6 +18,7 @@ import torch
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.engine.damage.errors import NotFiniteError
+from ktransformers.engine.media.features import PictureEncoder
 from ktransformers.engine.sampling.logits_request import StepLogits
 from ktransformers.engine.sampling.sampler import RequestSampler, TokenMask, sample_each, token_logprobs
 from ktransformers.engine.step.context import OneTokenStep, paged_context
@@ -116,11 +117,13 @@ class PagedExecutor:
     cache. hand_over: called in steps that do not run apart, once others may have Python: right before they are
     computed. take_hot: what is new of experts in slots of GPUs, see StepResult.hot; after each step. lend: called
     before each step, with StepPlan.is_long. mend_model: see Ranks.recover. drafter: finds draft tokens that a plan
-    leaves to the engine. find_damage: what to say of the weights where logits or an embedding are no numbers.
+    leaves to the engine. pictures: computes pictures; None: none come. find_damage: what to say of the weights where
+    logits or an embedding are no numbers.
     """
 
     recorder: Recorder | None = None
     drafter: EngineDrafter | None = None
+    pictures: PictureEncoder | None = None
     tiers: TieredCache | None = None
     counts_experts = True
     hand_over: Callable[[], None] | None = None
