@@ -27,7 +27,7 @@ from ktransformers.engine.model.file_layouts import note_layout
 from ktransformers.engine.model.mtp import build_mtp
 from ktransformers.engine.model.mtp_names import MtpNames, renamed_gguf, renamed_tensors
 from ktransformers.engine.model.skeleton import build_skeleton, check_kinds, check_model_type, load_hf_config
-from ktransformers.engine.model.tower import OpenedTower, open_tower
+from ktransformers.engine.model.tower import OpenedTower, composite_of, open_mmproj, open_projector, open_tower
 from ktransformers.errors import ConfigError, FormatError, UnsupportedError, WeightError, reason_of
 from ktransformers.models.assistant_config import GGUF_ARCH, assistant_config, config_of_assistant, is_assistant
 from ktransformers.models.composite import take_text_config, text_config_of
@@ -118,6 +118,9 @@ def open_model(config: EngineConfig, target: OpenedModel | None = None) -> Opene
     path, kind = _weights_of(config)
     gguf = open_gguf(path) if kind == "gguf" else None
     whole = _hf_config(config, gguf, path)
+    projector = None if gguf is None else open_projector(config, gguf)
+    if gguf is not None and projector is not None:
+        whole, projector = _with_projector(config, whole, gguf, projector)
     stored = None if gguf is not None else open_safetensors(path)
     if target is not None and is_assistant(whole):
         return _open_assistant(replace(config, self_check=False), whole, gguf or stored, target)
@@ -136,11 +139,12 @@ def open_model(config: EngineConfig, target: OpenedModel | None = None) -> Opene
     tower = None
     if gguf is not None:
         source, files = GGUFSource(gguf, facts), [file.path for file in gguf.files]
+        tower = None if projector is None else open_mmproj(whole, projector)
     else:
         assert stored is not None
         parameters = {name: parameter.shape for name, parameter in model.named_parameters()}
         source, files = SafetensorsSource(stored, facts, parameters), [file.path for file in stored.files]
-        tower = None if target is not None else _open_tower(config, whole, stored, source, facts)
+        tower = _open_tower(config, whole, stored, source, facts)
     check_parameters(model, source, shapes)
     states, nbytes = _states(config, files), _bytes_by_type(gguf, stored)
     opened = OpenedModel(
@@ -151,13 +155,30 @@ def open_model(config: EngineConfig, target: OpenedModel | None = None) -> Opene
     return replace(opened, draft=_open_mtp(opened, stored)) if config.drafter == "mtp" else opened
 
 
+def _with_projector(
+    config: EngineConfig, whole: PretrainedConfig, gguf: GGUFModel, projector: GGUFModel
+) -> tuple[PretrainedConfig, GGUFModel | None]:
+    """The config of a GGUF's composite, and its projector file; the language model's own, and None, with a line of the
+    log, where nobody named the file, and it is not read. Raises UnsupportedError or FormatError for one that was."""
+    try:
+        return composite_of(whole, gguf, projector), projector
+    except (UnsupportedError, FormatError) as error:
+        message = f"{projector.files[0].path}: {error}"
+        if config.mmproj is not None:
+            raise type(error)(message) from error
+        logger.warning("no pictures: %s", message)
+        return whole, None
+
+
 def _open_tower(
     config: EngineConfig, whole: PretrainedConfig, stored: SafetensorsModel, text: SafetensorsSource, facts: ModelFacts
 ) -> OpenedTower | None:
     """The tower of safetensors where pictures come; None, with a line of the log, where the model has none. Says what
     is left unread. Raises TensorMismatchError for a part of a tower."""
+    if config.mmproj is not None:
+        raise ConfigError(f"--mmproj {config.mmproj} goes with a GGUF; the tower of safetensors is among them")
     tower = None
-    if config.picture_folder is not None:
+    if config.wants_tower:
         try:
             tower = open_tower(whole, stored, text, facts)
         except UnsupportedError as error:

@@ -20,12 +20,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
+from ktransformers.config import EngineConfig
 from ktransformers.engine.model.mtp_names import renamed_tensors
 from ktransformers.errors import TensorMismatchError, UnsupportedError, reason_of
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.composite import text_config_of
 from ktransformers.models.facts import ModelFacts
+from ktransformers.models.gguf.mmproj import composite_from_mmproj, projector_of
 from ktransformers.weights.conversion.checkpoint_names import CheckpointNames
+from ktransformers.weights.gguf.file import GGUFModel, open_gguf
+from ktransformers.weights.gguf.mmproj import MmprojSource, mmproj_beside
 from ktransformers.weights.safetensors.file import SafetensorsModel
 from ktransformers.weights.safetensors.source import SafetensorsSource
 from ktransformers.weights.source import TensorInfo
@@ -33,7 +37,16 @@ from ktransformers.weights.source import TensorInfo
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["OpenedTower", "TowerSource", "build_tower", "open_tower", "picture_host"]
+__all__ = [
+    "OpenedTower",
+    "TowerSource",
+    "build_tower",
+    "composite_of",
+    "open_mmproj",
+    "open_projector",
+    "open_tower",
+    "picture_host",
+]
 
 _SHOWN_NAMES = 3
 _NATURAL = {QuantType.BF16: torch.bfloat16, QuantType.F16: torch.float16}
@@ -108,6 +121,46 @@ def open_tower(
     tower = OpenedTower(model, SafetensorsSource(files, replace(facts, composite_type=None), shapes, names))
     if not tower.stored_names():
         raise UnsupportedError("the files hold no tensors of the model's tower")
+    tower.check()
+    return tower
+
+
+def open_projector(config: EngineConfig, gguf: GGUFModel) -> GGUFModel | None:
+    """Open the projector file of a GGUF where pictures come: the one that is named, or beside it.
+
+    Raises FormatError for a file that is damaged.
+    """
+    if not config.wants_tower:
+        return None
+    path = config.mmproj or mmproj_beside(gguf.files[0].path)
+    return None if path is None else open_gguf(path)
+
+
+def composite_of(whole: PretrainedConfig, gguf: GGUFModel, projector: GGUFModel) -> PretrainedConfig:
+    """Return the config of the composite that a GGUF and its projector file make. whole: of the GGUF, or of the folder
+    with the original one, which is a composite's already.
+
+    Raises UnsupportedError or FormatError.
+    """
+    projector_of(projector.metadata)
+    if text_config_of(whole) is not whole:
+        return whole
+    shapes = {name: tuple(tensor.shape) for name, tensor in projector.tensors.items()}
+    sections: Any = gguf.metadata.get(f"{gguf.architecture}.rope.dimension_sections", ())
+    return composite_from_mmproj(projector.metadata, shapes, whole, [int(each) for each in sections])
+
+
+def open_mmproj(whole: PretrainedConfig, file: GGUFModel) -> OpenedTower:
+    """Open the tower of a projector file. whole: the composite's config.
+
+    Raises UnsupportedError for a projector that is not read here, and TensorMismatchError for a part of a tower.
+    """
+    projector, model = projector_of(file.metadata), build_tower(whole)
+    vision = model.config.vision_config
+    heads = getattr(vision, "num_attention_heads", None) or vision.num_heads
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    deepstack = getattr(vision, "deepstack_visual_indexes", None) or ()
+    tower = OpenedTower(model, MmprojSource(file, projector, shapes, heads, deepstack))
     tower.check()
     return tower
 

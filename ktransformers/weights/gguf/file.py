@@ -370,12 +370,18 @@ def open_gguf(path: Path | str) -> GGUFModel:
     return GGUFModel(_checked_shards([parse_file(p) for p in paths]))
 
 
+def is_projector(name: str) -> bool:
+    """Whether a GGUF file is a projector for pictures by its name, as llama.cpp finds it."""
+    return "mmproj" in name.lower()
+
+
 def gguf_files(folder: Path) -> list[Path]:
     """Return the .gguf files in `folder`, else those in its subfolders, in order: quantizers' repositories have one for
-    each type of weights.
+    each type of weights. Projectors for pictures (mmproj) are none of a model by themselves.
     """
     patterns = ["/".join(["*"] * depth + ["*.gguf"]) for depth in range(SUBFOLDERS + 1)]
-    found = ([path for path in folder.glob(pattern) if path.is_file()] for pattern in patterns)
+    models = ([path for path in folder.glob(pattern) if not is_projector(path.name)] for pattern in patterns)
+    found = ([path for path in paths if path.is_file()] for paths in models)
     return sorted(next((paths for paths in found if paths), []))
 
 
