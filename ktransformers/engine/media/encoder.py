@@ -8,7 +8,6 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,7 +15,7 @@ from ktransformers.engine.media.features import PictureFeatures
 from ktransformers.engine.media.positions import RopeIndex
 from ktransformers.engine.media.stored import picture_tensors
 from ktransformers.engine.media.towers import Tower
-from ktransformers.engine.model.tower import picture_host
+from ktransformers.engine.model.tower import FEATURES, picture_host
 from ktransformers.errors import MODULE_FAILURES, EngineError, named_reason
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.media.records import MediaItem
@@ -90,14 +89,14 @@ class TowerEncoder:
                 stack.enter_context(NativeMathMode(self._pool))
             if projector is not None:
                 stack.callback(projector.register_forward_hook(lambda module, *_: ran.append(module)).remove)
-            output = self._host.get_image_features(**given, return_dict=True)
+            output = getattr(self._host, FEATURES)(**given, return_dict=True)
             hidden = _of_output(output)
             if projector is not None and not ran:  # Llama 4's composite calls it outside of that
                 hidden = projector(_rows(hidden))
             by_layer = getattr(output, "deepstack_features", None) or ()
             return PictureFeatures(self._checked(hidden), tuple(self._checked(each) for each in by_layer))
 
-    def _checked(self, hidden: Any) -> torch.Tensor:
+    def _checked(self, hidden: object) -> torch.Tensor:
         """Rows [N, H] on the CPU in fp32. Raises ValueError for rows of another width than the model's."""
         rows = _rows(hidden)
         if rows.shape[-1] != self._width:
@@ -105,13 +104,13 @@ class TowerEncoder:
         return rows.to("cpu", torch.float32)
 
 
-def _tensor_names(host: Any) -> frozenset[str]:
+def _tensor_names(host: torch.nn.Module) -> frozenset[str]:
     """Names of tensors that a composite takes: its `get_image_features`, or its forward, which hands more down."""
-    functions = (type(host).get_image_features, type(host).forward)
+    functions = (getattr(type(host), FEATURES), type(host).forward)
     return frozenset(name for function in functions for name in inspect.signature(function).parameters)
 
 
-def _of_output(output: Any) -> Any:
+def _of_output(output: object) -> object:
     """What `get_image_features` returns in its different forms: rows, or a tensor of rows for each picture or tile."""
     if not hasattr(output, "last_hidden_state"):
         return output
@@ -119,10 +118,12 @@ def _of_output(output: Any) -> Any:
     return output.last_hidden_state if pooled is None else pooled
 
 
-def _rows(hidden: Any) -> torch.Tensor:
+def _rows(hidden: object) -> torch.Tensor:
     """[N, H] of one picture."""
     if isinstance(hidden, torch.Tensor):
         return hidden.reshape(-1, hidden.shape[-1])
+    if not isinstance(hidden, list | tuple):
+        raise TypeError(f"it returns a {type(hidden).__name__}")
     return torch.cat([_rows(part) for part in hidden])
 
 

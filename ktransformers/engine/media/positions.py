@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -23,12 +22,12 @@ class RopeIndex:
     host: the part of the composite that may have it; one without numbers all positions through.
     """
 
-    def __init__(self, host: Any):
-        self._index: Callable[..., Any] | None = getattr(host, "get_rope_index", None)
+    def __init__(self, host: object):
+        self._index: Callable[..., object] | None = getattr(host, "get_rope_index", None)
         names = () if self._index is None else inspect.signature(self._index).parameters
         self.names = frozenset(names) - {"input_ids", "mm_token_type_ids", "attention_mask", "kwargs"}
         """Names of the tensors of pictures that it wants."""
-        tokens = (getattr(host.config, name, None) for name in _IMAGE_TOKENS)
+        tokens = (getattr(getattr(host, "config", None), name, None) for name in _IMAGE_TOKENS)
         self._image_token = next((token for token in tokens if isinstance(token, int)), 0)
 
     @property
@@ -46,7 +45,9 @@ class RopeIndex:
         wanted = {name: [each[name] for each in tensors if name in each] for name in sorted(self.names)}
         given = {name: torch.cat(parts) for name, parts in wanted.items() if parts}
         try:
-            positions: torch.Tensor = self._index(ids[None], mm_token_type_ids=types[None], **given)[0]
+            found = self._index(ids[None], mm_token_type_ids=types[None], **given)
+            positions = found[0] if isinstance(found, tuple) else found
+            assert isinstance(positions, torch.Tensor), f"they are a {type(positions).__name__}"
         except MODULE_FAILURES as error:
             raise EngineError(f"the model's positions of pictures fail: {named_reason(error)}") from error
         if positions.shape != (3, 1, len(ids)):

@@ -15,7 +15,6 @@ import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -119,7 +118,9 @@ class _Blocks:
         self._swapped = [Swapped(block, device) for block in blocks]
         self._ahead = ahead
         is_cuda = ahead > 0 and device.torch_device.type == "cuda"
-        self._stream = _new_stream(device.torch_device) if is_cuda else None
+        self._stream = (
+            torch.cuda.Stream(device.torch_device) if is_cuda else None  # type: ignore[no-untyped-call]
+        )
         for index, block in enumerate(blocks):
             block.register_forward_pre_hook(lambda module, inputs, index=index: self._enter(index))
             block.register_forward_hook(
@@ -133,12 +134,6 @@ class _Blocks:
 
     def _leave(self, index: int) -> None:
         self._swapped[index].__exit__()
-
-
-def _new_stream(device: torch.device) -> torch.cuda.Stream:
-    cuda: Any = torch.cuda
-    stream: torch.cuda.Stream = cuda.Stream(device)
-    return stream
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -163,7 +158,7 @@ def load_tower(opened: OpenedTower, place: TowerPlace) -> Tower:
     is_pinned = place.is_streamed and device.torch_device.type == "cuda"
     for name in model.state_dict():
         owner_name, _, leaf = name.rpartition(".")
-        owner: Any = model.get_submodule(owner_name)
+        owner = model.get_submodule(owner_name)
         is_parameter = owner._parameters.get(leaf) is not None
         dtype = device.dtype if device.is_gpu or not is_parameter else opened.dtype_of(name)
         tensor = opened.source.dense(name, dtype).to(kept_on)

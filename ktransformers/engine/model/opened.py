@@ -27,7 +27,7 @@ from ktransformers.engine.model.file_layouts import note_layout
 from ktransformers.engine.model.mtp import build_mtp
 from ktransformers.engine.model.mtp_names import MtpNames, renamed_gguf, renamed_tensors
 from ktransformers.engine.model.skeleton import build_skeleton, check_kinds, check_model_type, load_hf_config
-from ktransformers.engine.model.tower import OpenedTower, composite_of, open_mmproj, open_projector, open_tower
+from ktransformers.engine.model.tower import OpenedTower, composite_of, open_mmproj, open_tower, projector_path
 from ktransformers.errors import ConfigError, FormatError, UnsupportedError, WeightError, reason_of
 from ktransformers.models.assistant_config import GGUF_ARCH, assistant_config, config_of_assistant, is_assistant
 from ktransformers.models.composite import take_text_config, text_config_of
@@ -118,9 +118,7 @@ def open_model(config: EngineConfig, target: OpenedModel | None = None) -> Opene
     path, kind = _weights_of(config)
     gguf = open_gguf(path) if kind == "gguf" else None
     whole = _hf_config(config, gguf, path)
-    projector = None if gguf is None else open_projector(config, gguf)
-    if gguf is not None and projector is not None:
-        whole, projector = _with_projector(config, whole, gguf, projector)
+    whole, projector = (whole, None) if gguf is None else _with_projector(config, whole, gguf)
     stored = None if gguf is not None else open_safetensors(path)
     if target is not None and is_assistant(whole):
         return _open_assistant(replace(config, self_check=False), whole, gguf or stored, target)
@@ -156,14 +154,19 @@ def open_model(config: EngineConfig, target: OpenedModel | None = None) -> Opene
 
 
 def _with_projector(
-    config: EngineConfig, whole: PretrainedConfig, gguf: GGUFModel, projector: GGUFModel
+    config: EngineConfig, whole: PretrainedConfig, gguf: GGUFModel
 ) -> tuple[PretrainedConfig, GGUFModel | None]:
-    """The config of a GGUF's composite, and its projector file; the language model's own, and None, with a line of the
-    log, where nobody named the file, and it is not read. Raises UnsupportedError or FormatError for one that was."""
+    """The config of a GGUF's composite, and its projector file, opened; the language model's own, and None, where there
+    is none, or with a line of the log, where nobody named the file, and it is not read. Raises UnsupportedError or
+    FormatError for one that was."""
+    path = projector_path(config, gguf)
+    if path is None:
+        return whole, None
     try:
+        projector = open_gguf(path)
         return composite_of(whole, gguf, projector), projector
     except (UnsupportedError, FormatError) as error:
-        message = f"{projector.files[0].path}: {error}"
+        message = str(error) if str(path) in str(error) else f"{path}: {error}"
         if config.mmproj is not None:
             raise type(error)(message) from error
         logger.warning("no pictures: %s", message)

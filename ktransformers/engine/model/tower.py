@@ -15,8 +15,10 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -28,7 +30,7 @@ from ktransformers.models.composite import text_config_of
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf.mmproj import composite_from_mmproj, projector_of
 from ktransformers.weights.conversion.checkpoint_names import CheckpointNames
-from ktransformers.weights.gguf.file import GGUFModel, open_gguf
+from ktransformers.weights.gguf.file import GGUFModel
 from ktransformers.weights.gguf.mmproj import MmprojSource, mmproj_beside
 from ktransformers.weights.safetensors.file import SafetensorsModel
 from ktransformers.weights.safetensors.source import SafetensorsSource
@@ -38,19 +40,21 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = [
+    "FEATURES",
     "OpenedTower",
     "TowerSource",
     "build_tower",
     "composite_of",
     "open_mmproj",
-    "open_projector",
     "open_tower",
     "picture_host",
+    "projector_path",
 ]
 
 _SHOWN_NAMES = 3
 _NATURAL = {QuantType.BF16: torch.bfloat16, QuantType.F16: torch.float16}
-_FEATURES = "get_image_features"
+FEATURES = "get_image_features"
+"""The method of composites that runs their tower."""
 
 
 class TowerSource(Protocol):
@@ -125,15 +129,10 @@ def open_tower(
     return tower
 
 
-def open_projector(config: EngineConfig, gguf: GGUFModel) -> GGUFModel | None:
-    """Open the projector file of a GGUF where pictures come: the one that is named, or beside it.
-
-    Raises FormatError for a file that is damaged.
-    """
-    if not config.wants_tower:
-        return None
-    path = config.mmproj or mmproj_beside(gguf.files[0].path)
-    return None if path is None else open_gguf(path)
+def projector_path(config: EngineConfig, gguf: GGUFModel) -> Path | None:
+    """Return the projector file of a GGUF where pictures come: the one that is named, or beside it; None: there is
+    none, or none is wanted."""
+    return (config.mmproj or mmproj_beside(gguf.files[0].path)) if config.wants_tower else None
 
 
 def composite_of(whole: PretrainedConfig, gguf: GGUFModel, projector: GGUFModel) -> PretrainedConfig:
@@ -146,8 +145,8 @@ def composite_of(whole: PretrainedConfig, gguf: GGUFModel, projector: GGUFModel)
     if text_config_of(whole) is not whole:
         return whole
     shapes = {name: tuple(tensor.shape) for name, tensor in projector.tensors.items()}
-    sections: Any = gguf.metadata.get(f"{gguf.architecture}.rope.dimension_sections", ())
-    return composite_from_mmproj(projector.metadata, shapes, whole, [int(each) for each in sections])
+    sections = np.asarray(gguf.metadata.get(f"{gguf.architecture}.rope.dimension_sections", ()))
+    return composite_from_mmproj(projector.metadata, shapes, whole, sections.ravel().tolist())
 
 
 def open_mmproj(whole: PretrainedConfig, file: GGUFModel) -> OpenedTower:
@@ -176,10 +175,11 @@ def build_tower(whole: PretrainedConfig) -> PreTrainedModel:
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or text_config_of(config) is config:
         raise UnsupportedError(f"model type {config.model_type} has no tower for pictures")
     text_config_of(config)._attn_implementation = "eager"  # of what is left out
-    build: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]._from_config
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = build(config, dtype=torch.float32)
+            model: PreTrainedModel = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]._from_config(
+                config, dtype=torch.float32
+            )
     except Exception as error:  # whatever the modules of any family do with values that do not fit each other
         raise UnsupportedError(
             f"transformers cannot build the tower of model type {config.model_type}: {reason_of(error)}"
@@ -188,16 +188,16 @@ def build_tower(whole: PretrainedConfig) -> PreTrainedModel:
     return model.eval()
 
 
-def picture_host(model: PreTrainedModel) -> Any:
+def picture_host(model: PreTrainedModel) -> nn.Module:
     """Return the part of a composite that has `get_image_features` and the modules that it runs."""
-    base = model.base_model
-    return base if hasattr(type(base), _FEATURES) else model
+    base: nn.Module = model.base_model
+    return base if hasattr(type(base), FEATURES) else model
 
 
 def _leave_the_rest_out(model: PreTrainedModel) -> None:
     """Take from a composite what no picture reaches."""
     host, decoder = picture_host(model), model.get_decoder()
-    if not hasattr(type(host), _FEATURES) or decoder is host:
+    if not hasattr(type(host), FEATURES) or decoder is host:
         raise UnsupportedError(f"model type {model.config.model_type} has no tower apart from its language model")
 
     def is_of_pictures(name: str, module: nn.Module) -> bool:

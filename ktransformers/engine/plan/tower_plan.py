@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -92,9 +91,9 @@ def _size(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() for tensor in tensors)
 
 
-def _patch_pixels(model: Any) -> int:
+def _patch_pixels(model: nn.Module) -> int:
     """Pixels of a patch, which is a row in the tower."""
-    patch = getattr(getattr(model.config, "vision_config", None), "patch_size", 14)
+    patch = getattr(getattr(getattr(model, "config", None), "vision_config", None), "patch_size", 14)
     sides = patch if isinstance(patch, list | tuple) else (patch, patch)
     return max(int(sides[0]) * int(sides[1]), 1)
 

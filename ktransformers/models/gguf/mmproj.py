@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
+import numpy as np
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from ktransformers.errors import FormatError, UnsupportedError, reason_of
 
 __all__ = ["PROJECTORS", "composite_from_mmproj", "mmproj_processor", "projector_of"]
 
-Values = dict[str, Any]
+Values = dict[str, object]
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -27,17 +27,20 @@ class _Vision:
         self.metadata, self.shapes = metadata, shapes
 
     def number(self, key: str, usual: int | None = None) -> int:
-        value: Any = self.metadata.get(f"clip.vision.{key}", usual)
-        if value is None or isinstance(value, bool) or int(value) != value or not 0 < value < 1 << 31:
+        value = self.metadata.get(f"clip.vision.{key}", usual)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
             raise FormatError(f"clip.vision.{key} is {value!r:.40}, and must be a number above 0")
-        return int(value)
+        return value
 
     def real(self, key: str, usual: float) -> float:
-        return float(self.metadata.get(f"clip.vision.{key}", usual))  # type: ignore[arg-type]
+        value = self.metadata.get(f"clip.vision.{key}", usual)
+        if not isinstance(value, float):
+            raise FormatError(f"clip.vision.{key} is {value!r:.40}, and must be a number")
+        return value
 
-    def array(self, key: str) -> list[Any]:
-        value: Any = self.metadata.get(f"clip.vision.{key}", ())
-        return [each.item() if hasattr(each, "item") else each for each in value]
+    def array(self, key: str) -> list[float]:
+        found: list[float] = np.asarray(self.metadata.get(f"clip.vision.{key}", ())).ravel().tolist()
+        return found
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name not in self.shapes:
@@ -129,7 +132,7 @@ def _llama4(file: _Vision) -> tuple[Values, Values]:
 
 def _pixtral(file: _Vision) -> tuple[Values, Values]:
     vision = {**file.common, "image_size": file.number("image_size"), "hidden_act": file.act("gelu")}
-    vision["head_dim"] = vision["hidden_size"] // vision["num_attention_heads"]
+    vision["head_dim"] = file.number("embedding_length") // file.number("attention.head_count")
     whole = {"spatial_merge_size": file.number("spatial_merge_size", 1)}
     return vision, {**whole, "multimodal_projector_bias": "mm.1.bias" in file.shapes, "vision_feature_layer": -1}
 
@@ -249,14 +252,14 @@ _PROCESSORS: Mapping[str, str] = {
 }
 
 
-def mmproj_processor(metadata: Mapping[str, object]) -> dict[str, Any]:
+def mmproj_processor(metadata: Mapping[str, object]) -> Values:
     """Return what preprocessor_config.json would say of the pictures that a projector file's tower takes.
 
     metadata: of the file. Raises UnsupportedError for projectors that are not read here, FormatError.
     """
     kind, file = projector_of(metadata), _Vision(metadata, {})
     patch, size = file.number("patch_size"), file.number("image_size")
-    values: dict[str, Any] = {
+    values: Values = {
         "image_processor_type": _PROCESSORS[kind],
         "image_mean": [float(each) for each in file.array("image_mean")] or [0.5] * 3,
         "image_std": [float(each) for each in file.array("image_std")] or [0.5] * 3,

@@ -155,15 +155,15 @@ class CheckpointNames:
 class _Table:
     """What transformers has to say about names."""
 
-    def __init__(self, transforms: Iterable[Any]):
+    def __init__(self, transforms: Iterable[WeightRenaming | WeightConverter]):
         transforms = list(transforms)
         self.renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
         self.converters = [one for one in transforms if not isinstance(one, WeightRenaming)]
 
     @classmethod
     def of_type(cls, model_type: str, other_type: str | None = None) -> _Table:
-        """Of one model type, or if that is nothing, of the other one: text models are published alone, too, in the
-        names of the models for images and text that they are of."""
+        """Return what it says of one model type, or if that is nothing, of the other one: text models are published
+        alone, too, in the names of the models for images and text that they are of."""
         classes = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
         own = (names.get(model_type) for names in classes)
         kinds = (*own, model_type, MODEL_MAPPING_NAMES.get(model_type), other_type)  # a class's own come first
@@ -216,16 +216,16 @@ def _operations(converter: Any) -> tuple[str, ...]:
     return tuple(_operation(one) for one in converter.operations)
 
 
-def _is_for(operation: Any, target: str) -> bool:
+def _is_for(operation: object, target: str) -> bool:
     """Whether an operation changes what becomes `target`: some leave a part of what is split as it is."""
     only = getattr(operation, "permute_layer_names", None)
     return only is None or any(name in target for name in only)
 
 
-def _dim(operation: Any, config: object) -> int:
+def _dim(operation: object, config: object) -> int:
     if type(operation).__name__ != "PermuteForRope":
         return int(getattr(operation, "dim", 0))
-    part = getattr(config, operation.subconfig_key or "", config)
+    part = getattr(config, getattr(operation, "subconfig_key", None) or "", config)
     return int(getattr(part, "num_attention_heads", 0))
 
 

@@ -26,7 +26,7 @@ import torch
 
 from ktransformers.errors import FormatError
 from ktransformers.kernels.types import QuantType, RawTensor, block_size, row_bytes
-from ktransformers.system.file_kinds import HEAD_BYTES, incomplete, not_weights, size_of
+from ktransformers.system.file_kinds import HEAD_BYTES, incomplete, is_projector, not_weights, size_of
 from ktransformers.weights.mapped_file import map_file
 from ktransformers.weights.ollama import gpt_oss
 
@@ -368,11 +368,6 @@ def open_gguf(path: Path | str) -> GGUFModel:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise FormatError(f"{path.parent}: {', '.join(missing[:3])}{more} of {count} shards missing; download them")
     return GGUFModel(_checked_shards([parse_file(p) for p in paths]))
-
-
-def is_projector(name: str) -> bool:
-    """Whether a GGUF file is a projector for pictures by its name, as llama.cpp finds it."""
-    return "mmproj" in name.lower()
 
 
 def gguf_files(folder: Path) -> list[Path]:

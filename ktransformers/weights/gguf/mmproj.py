@@ -16,7 +16,8 @@ import torch
 
 from ktransformers.errors import TensorMismatchError
 from ktransformers.kernels.types import QuantType
-from ktransformers.weights.gguf.file import GGUFModel, is_projector
+from ktransformers.system.file_kinds import is_projector, projector_rank
+from ktransformers.weights.gguf.file import GGUFModel
 from ktransformers.weights.quantize.transcode import dequantize
 from ktransformers.weights.source import TensorInfo
 
@@ -68,22 +69,17 @@ _DEEPSTACK = re.compile(
     r".*\.deepstack_merger_list\.(?P<number>\d{1,9})\.(?:linear_)?(?P<module>norm|fc1|fc2)\.(?P<kind>weight|bias)"
 )
 _THIRDS = {"q_proj": 0, "k_proj": 1, "v_proj": 2}
-_PREFERRED = ("BF16", "F16", "F32", "Q8_0")
 
 
 def mmproj_beside(path: Path) -> Path | None:
-    """Return the projector file in the folder of a GGUF, or in the folder `path` itself; None where there is none.
-
-    Of several the one with the weights' usual type is taken.
-    """
-    folder = path if path.is_dir() else path.parent
-    found = sorted(each for each in folder.glob("*.gguf") if is_projector(each.name) and each.is_file())
-
-    def rank(each: Path) -> int:
-        words = re.split(r"[-_.]", each.stem.upper().replace("Q8_0", "Q8-0"))
-        return next((place for place, name in enumerate(_PREFERRED) if name in words), len(_PREFERRED))
-
-    return min(found, key=rank, default=None)
+    """Return the projector file in the folder of a GGUF, or in the one above it, where quantizers put it that have a
+    folder for each type of weights; None where there is none. Of several the one is taken that is closest to what
+    towers are published in."""
+    for folder in (path.parent, path.parent.parent):
+        found = [each for each in folder.glob("*.gguf") if is_projector(each.name) and each.is_file()]
+        if found:
+            return min(found, key=lambda each: projector_rank(each.name))
+    return None
 
 
 class MmprojSource:

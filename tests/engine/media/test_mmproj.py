@@ -25,8 +25,8 @@ from ktransformers.weights.gguf.mmproj import mmproj_beside
 from tests.engine.media.test_towers import FIRST, SECOND, SIZES, prompt_of
 from tests.support.gguf.mmproj import PROJECTOR_OF, write_mmproj
 from tests.support.gguf.writer import write_gguf
-from tests.support.models.pictures import IMAGE_TOKEN, heard, picture, save_picture, tiny_with_tower
 from tests.support.models.tiny_models import fill_randomly, tiny_config
+from tests.support.pictures.towers import IMAGE_TOKEN, heard, picture, save_picture, tiny_with_tower
 
 TEXTS = {
     "qwen3_vl": ("qwen3", "qwen3vl"),
@@ -140,7 +140,8 @@ def test_which_of_several_is_taken(tmp_path: Path) -> None:
         assert found is not None
     assert found.name == "model-mmproj-BF16.gguf"
     found.unlink()
-    assert mmproj_beside(tmp_path) == tmp_path / "mmproj-F16.gguf"
+    assert mmproj_beside(tmp_path / "a.gguf") == tmp_path / "mmproj-F16.gguf"
+    assert mmproj_beside(tmp_path / "Q4_K_M" / "a.gguf") == tmp_path / "mmproj-F16.gguf"
 
 
 def clip(path: Path, kind: str) -> Path:

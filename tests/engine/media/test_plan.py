@@ -18,7 +18,7 @@ from ktransformers.errors import CapacityError, TensorMismatchError
 from ktransformers.operators.exact import NativeMathMode
 from ktransformers.optimize.plan import Plan, PlanEntry
 from tests.support.engines.fake_gpus import GIB, fake_hardware
-from tests.support.models.pictures import IMAGE_TOKEN, heard, picture, save_picture, tiny_with_tower
+from tests.support.pictures.towers import IMAGE_TOKEN, heard, picture, save_picture, tiny_with_tower
 
 EXPERT_BYTES = 10 * GIB
 DIGEST = bytes(range(32))

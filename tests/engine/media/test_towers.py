@@ -22,7 +22,7 @@ from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.media.records import MediaItem, media_ids
 from ktransformers.operators.device import CPU
 from ktransformers.operators.exact import NativeMathMode
-from tests.support.models.pictures import IMAGE_TOKEN, TOWERS, heard, picture, save_picture, tiny_with_tower
+from tests.support.pictures.towers import IMAGE_TOKEN, TOWERS, heard, picture, save_picture, tiny_with_tower
 
 TOLERANCE = 1e-5  # of the largest element: both sides sum the same fp32 products, in another order
 SIZES = ((2, 3), (4, 2))
