@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.media.records import MediaItem, media_ids
 from ktransformers.operators.device import CPU
 from ktransformers.operators.exact import NativeMathMode
+from tests.support.models.fp8_models import to_fp8
 from tests.support.pictures.towers import IMAGE_TOKEN, TOWERS, heard, picture, save_picture, tiny_with_tower
 
 TOLERANCE = 1e-5  # of the largest element: both sides sum the same fp32 products, in another order
@@ -243,3 +246,23 @@ def test_tensors_for_sound_alone_are_left(tmp_path: Path, caplog: pytest.LogCapt
     with caplog.at_level(logging.INFO):
         open_model(EngineConfig(model_path=tmp_path, picture_folder=tmp_path))
     assert "left unread" not in caplog.text
+
+
+def test_a_tower_in_bf16_beside_text_in_fp8(tmp_path: Path, pool: WorkerPool) -> None:
+    model = tiny_with_tower("qwen3_vl_moe", seed=2)
+    with_bf16_files(tmp_path, model)
+    path, config = tmp_path / "model.safetensors", json.loads((tmp_path / "config.json").read_text())
+    stored = safetensors.torch.load_file(path)
+    matrices = [name for name in stored if re.search(r"language_model\..*\.self_attn\.[qkvo]_proj\.weight$", name)]
+    assert len(matrices) == 8
+    for name in matrices:
+        stored[name], stored[f"{name}_scale_inv"], _ = to_fp8(stored[name].float())
+    safetensors.torch.save_file(stored, path)
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = picture("qwen3_vl_moe", model, *SIZES[0])
+    save_picture(tmp_path, FIRST, tensors)
+    got = encoder_of(tmp_path, pool).features(FIRST)
+    with NativeMathMode(pool):
+        want = heard(model, [IMAGE_TOKEN] * len(got.hidden), **tensors)
+    assert torch.equal(got.hidden, want["inputs_embeds"][0])
