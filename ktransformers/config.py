@@ -24,6 +24,7 @@ __all__ = [
     "KV_DISK_SIZE_GB",
     "KV_TYPES",
     "SPARSE_ATTENTIONS",
+    "TOWER_DEVICES",
     "EngineConfig",
     "bundled_model",
     "check_threads",
@@ -98,6 +99,9 @@ SPECULATIVE_TOKENS = 7
 
 HOT_EXPERTS = ("auto", "off")
 """What `--hot_experts` accepts beside a number, the default first."""
+
+TOWER_DEVICES = ("auto", "cpu", "cuda", "none")
+"""What `--tower_device` accepts, the default first."""
 
 DEFAULT_CHUNK_SIZE = 512
 """Tokens of a prefill step on the CPU when nothing is said."""
@@ -292,6 +296,9 @@ class EngineConfig:
         draft tokens have CUDA graphs; "off". Answers are the same.
     speculative_tokens: draft tokens of a sequence in a step at most; as many as pay are taken.
     picture_folder: where the store of pictures is (media/store.py), set by whoever owns it; None: no pictures come.
+    tower_device: where the model's tower computes on them: "cpu", "cuda", "auto", a GPU where one has room, or "none":
+        it is not loaded.
+    mmproj: the GGUF with the tower of a GGUF; None: the one beside it whose name says so, if there is one.
     """
 
     model_path: Path | None = None
@@ -335,6 +342,8 @@ class EngineConfig:
     pipeline_layers: str = ""
     stage_hosts: str = ""
     stage_key_file: Path | None = None
+    tower_device: str = TOWER_DEVICES[0]
+    mmproj: Path | None = None
 
     def resolved(self, *, needs_model: bool = True) -> EngineConfig:
         """Return a checked copy in which paths exist and automatic values are filled in. Raises ConfigError.
@@ -343,7 +352,7 @@ class EngineConfig:
         """
         if needs_model and self.model_path is None and self.gguf_path is None:
             raise ConfigError("no model given: pass --model_path (a folder) or --gguf_path (a file or folder)")
-        for flag in ("model_path", "gguf_path", "draft_model"):
+        for flag in ("model_path", "gguf_path", "draft_model", "mmproj"):
             path = getattr(self, flag)
             if path is not None:
                 _check_path(flag, Path(path))
@@ -376,6 +385,7 @@ class EngineConfig:
             model_path=None if self.model_path is None else Path(self.model_path),
             gguf_path=None if self.gguf_path is None else Path(self.gguf_path),
             draft_model=None if self.draft_model is None else Path(self.draft_model),
+            mmproj=None if self.mmproj is None else Path(self.mmproj),
             kv_disk_path=None if self.kv_disk_path is None else Path(self.kv_disk_path),
             stage_key_file=None if self.stage_key_file is None else Path(self.stage_key_file),
             cpu_quant=None if self.cpu_quant is None else self.cpu_quant.lower(),
@@ -386,6 +396,11 @@ class EngineConfig:
         asks for any."""
         is_off = self.speculative == "off" or (self.drafter == "auto" and why_not is not None)
         return 0 if is_off else self.speculative_tokens
+
+    @property
+    def wants_tower(self) -> bool:
+        """Whether the model's tower is to be loaded, if it has one."""
+        return self.picture_folder is not None and self.tower_device != "none"
 
     @property
     def drafter(self) -> str:
@@ -406,6 +421,7 @@ class EngineConfig:
         choices = {"cpu_prefill": CPU_PREFILLS, "cpu_bf16": CPU_BF16S, "attention_backend": ATTENTION_BACKENDS}
         choices |= {"sparse_attention": SPARSE_ATTENTIONS, "kv_type": KV_TYPES, "cpu_activations": CPU_ACTIVATIONS}
         choices |= {"attention_products": ATTENTION_PRODUCTS, "speculative": SPECULATIVES}
+        choices |= {"tower_device": TOWER_DEVICES}
         for flag, known in choices.items():
             if getattr(self, flag) not in known:
                 raise ConfigError(f"--{flag} {getattr(self, flag)} is not one of {', '.join(known)}")

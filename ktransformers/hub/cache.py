@@ -175,7 +175,9 @@ def remove(repo_id: str, model: CachedModel | None = None, *, dry_run: bool = Fa
         for revision in repo.revisions
         for file in revision.files
     ]
-    chosen = [file for file, path in files if model is None or path in model.variant.files]
+    others = (one for one in find_variants({path for _, path in files}) if model and one.label != model.variant.label)
+    needed = {path for other in others for path in other.files}
+    chosen = [file for file, path in files if model is None or path in {*model.variant.files} - needed]
     # Not by commit: a copy of a repository has the same ones, and would be deleted in its place.
     strategy = info.delete_files(*chosen)
     is_all = len(chosen) == len(files)

@@ -13,6 +13,7 @@ from pathlib import PurePosixPath
 
 from ktransformers.errors import ConfigError
 from ktransformers.hub.names import ModelName
+from ktransformers.system.file_kinds import is_projector, projector_rank
 
 __all__ = ["SAFETENSORS", "Variant", "find_variants", "is_companion", "select"]
 
@@ -26,7 +27,10 @@ _QUANT = re.compile(
     re.IGNORECASE,
 )
 _FULL = {"F32", "FP32", "F16", "FP16", "BF16"}
-_SIDE_FILES = ("config.json", "generation_config.json", "model.safetensors.index.json", "chat_template.jinja")
+_SIDE_FILES = (
+    *("config.json", "generation_config.json", "model.safetensors.index.json", "chat_template.jinja"),
+    *("preprocessor_config.json", "processor_config.json"),
+)
 _TOKENIZER_FILES = re.compile(
     r"(tokenizer|tiktoken|special_tokens|added_tokens|vocab|merges|chat_template).*\.(json|model|txt)"
 )
@@ -60,9 +64,9 @@ class Variant:
 
 
 def is_companion(path: str) -> bool:
-    """Whether a GGUF file is no language model: a projector for images, or statistics for quantizing."""
+    """Whether a GGUF file is no language model: a projector for pictures, or statistics for quantizing."""
     name = PurePosixPath(path).name.lower()
-    return name.endswith(".gguf") and ("mmproj" in name or "imatrix" in name)
+    return name.endswith(".gguf") and (is_projector(name) or "imatrix" in name)
 
 
 def find_variants(paths: Iterable[str], *, with_code: bool = False) -> list[Variant]:
@@ -82,9 +86,20 @@ def find_variants(paths: Iterable[str], *, with_code: bool = False) -> list[Vari
         files = groups[folder, stem, count]
         if labels.count(label) > 1:  # several models in one repository
             label = f"{folder}/{stem}".lstrip("/")
-        variants.append(Variant(label, tuple(files), missing=_missing_shards(files, folder, stem, count)))
+        side = _projector(paths, folder)
+        variants.append(Variant(label, tuple(files), side, missing=_missing_shards(files, folder, stem, count)))
     safetensors = _safetensors(paths, with_code)
     return variants if safetensors is None else [*variants, safetensors]
+
+
+def _projector(paths: Sequence[str], folder: str) -> tuple[str, ...]:
+    """The projector for pictures that a GGUF in `folder` finds, there or above; () where there is none."""
+    for where in (folder, folder.rpartition("/")[0]):
+        beside = (path for path in paths if path.lower().endswith(".gguf") and path.rpartition("/")[0] == where)
+        found = [path for path in beside if is_projector(path.rpartition("/")[2])]
+        if found:
+            return (min(found, key=lambda path: projector_rank(path.rpartition("/")[2])),)
+    return ()
 
 
 def _group(path: str) -> tuple[str, str, int]:

@@ -29,7 +29,7 @@ __all__ = ["EXTRA_PARTS", "PARTS", "ModelSize", "Summary", "SummaryPart", "parts
 PARTS = ("experts", "attention", "dense and shared", "embeddings and head")
 """What weights are for, in the order in which they are shown. Routers and norms are with the dense parts."""
 
-EXTRA_PARTS = ("cache", "draft model", "work space", "hot experts")
+EXTRA_PARTS = ("cache", "draft model", "tower", "pictures", "work space", "hot experts")
 """What there is beside weights."""
 
 _ATTENTION = re.compile(r"\.(?:self_attn|attention|attn)(?:\.|$)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections import Counter
 from pathlib import Path
@@ -12,9 +13,11 @@ __all__ = [
     "check_is_file",
     "incomplete",
     "is_gguf",
+    "is_projector",
     "is_safetensors",
     "list_folder",
     "not_weights",
+    "projector_rank",
     "read_head",
     "size_of",
     "why_not_json",
@@ -177,3 +180,16 @@ def _weights_in(folder: Path) -> list[Path]:
         return [e for e in sorted(folder.iterdir()) if e.suffix in (".gguf", ".safetensors")]
     except OSError:
         return []
+
+
+def is_projector(name: str) -> bool:
+    """Whether a GGUF file is a projector for pictures by its name, as llama.cpp finds it."""
+    return "mmproj" in name.lower()
+
+
+def projector_rank(name: str) -> tuple[int, str]:
+    """Return a key by which the file of several projectors of a model comes first that is taken: towers are published
+    in 16 bits."""
+    words = re.split(r"[-.]", name.upper().replace("_", "-"))
+    types = ("BF16", "F16", "F32")
+    return next((place for place, one in enumerate(types) if one in words), len(types)), name

@@ -237,11 +237,10 @@ def test_texts_are_no_flags() -> None:
         ("serve --lora-modules a=b c=d", "LoRA adapters are not supported here"),
         ("serve --enable-lora --max-loras 4", "LoRA adapters are not supported here"),
         ("serve --lora-paths a", "LoRA adapters are not supported here"),
-        ("serve --mmproj f.gguf", "images and sound are not supported here; give the model alone"),
-        ("chat --image f.png", "images and sound are not supported here"),
+        ("serve --mmproj-url http://a/f.gguf", "`ktransformers pull` brings the model's projector along"),
+        ("chat --image f.png", "a prompt of the chat has pictures as @picture.png"),
         ("serve --limit-mm-per-prompt image=2", "--max_images N limits the images of a request"),
         ("serve --allowed-local-media-path /pictures", "files of this machine are read for no request"),
-        ("chat --image a.png", "images and sound are not supported here"),
         (
             "serve --spec-type eagle3",
             "--spec_type: draft tokens come from the text",

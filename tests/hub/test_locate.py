@@ -122,7 +122,7 @@ def test_revisions_are_apart(hub: HubServer) -> None:
     assert locate_path("org/model-GGUF") == second / "model-Q8_0.gguf"
     assert locate_path("org/model-GGUF@1111111") == first / "model-Q8_0.gguf"
     (model,) = cached_models("org/model-GGUF")
-    assert remove("org/model-GGUF", model) == 4 * 2**20 + 5 + 3
+    assert remove("org/model-GGUF", model) == 4 * 2**20 + 5 + 3 + 1  # and a projector, which both have
     assert cached_repos() == []
 
 
@@ -132,11 +132,11 @@ def test_removing_one_of_two_leaves_the_other(hub: HubServer) -> None:
         pull(f"{repo}/model-GGUF:Q8_0")
     pull("org/model-GGUF:Q4_K_M")
     q4, q8 = cached_models("org/model-GGUF")
-    assert (q4.nbytes, q8.nbytes) == (3 * 2**19, 4 * 2**20 + 5)
+    assert (q4.nbytes, q8.nbytes) == (3 * 2**19 + 1, 4 * 2**20 + 5 + 1)  # with a projector
     assert remove("org/model-GGUF", q8, dry_run=True) == remove("org/model-GGUF", q8) == 4 * 2**20 + 5
     assert [model.name for model in cached_models("org/model-GGUF")] == ["org/model-GGUF:Q4_K_M"]
-    assert sum(path.stat().st_size for path in (q4.snapshot.parents[1] / "blobs").iterdir()) == 3 * 2**19
-    assert remove("org/model-GGUF") == 3 * 2**19
+    assert sum(path.stat().st_size for path in (q4.snapshot.parents[1] / "blobs").iterdir()) == 3 * 2**19 + 1
+    assert remove("org/model-GGUF") == 3 * 2**19 + 1
     assert cached_repos() == ["copy/model-GGUF"]
     assert locate_path("copy/model-GGUF:Q8_0").stat().st_size == 4 * 2**20 + 5
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.reference import build_reference_engine
+from ktransformers.engine.model.opened import open_model
 from ktransformers.engine.model.skeleton import build_skeleton, load_hf_config
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.reference import dequantize
@@ -143,7 +144,7 @@ def test_tensors_for_images_are_named_in_one_line(tmp_path: Path, caplog: pytest
     model.save_pretrained(tmp_path)
     count = sum("visual" in name for name in safetensors.torch.load_file(tmp_path / "model.safetensors"))
     with caplog.at_level(logging.INFO):
-        opened(tmp_path)
+        open_model(EngineConfig(model_path=tmp_path))
     assert [r.getMessage() for r in caplog.records if "images" in r.getMessage()] == [
         f"{count} tensors for images and sound are left unread"
     ]

@@ -10,6 +10,8 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ktransformers.cli.models.plan_nodes import nodes_command
@@ -71,7 +73,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def plan_config(args: argparse.Namespace) -> EngineConfig:
     """Return the configuration that the arguments ask for, the bundled model's by default. Raises ConfigError."""
-    config = engine_config(args)
+    config = replace(engine_config(args), picture_folder=Path("pictures"))  # with the tower, as `serve` has it
     if args.synthetic is None:
         return with_default_model(config)
     if config.model_path is not None or config.gguf_path is not None:

@@ -76,7 +76,8 @@ def _say(text: str) -> None:
 
 def _check_has_weights(repository: Repository, variants: list[Variant]) -> None:
     name = repository.name.repo_id
-    for path in sorted(filter(is_companion, repository.files)):
+    taken = {path for variant in variants for path in variant.side}
+    for path in sorted(path for path in repository.files if is_companion(path) and path not in taken):
         _say(f"left out: {path} (not a language model)")
     if variants:
         return

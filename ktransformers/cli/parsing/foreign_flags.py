@@ -375,20 +375,24 @@ _SPECULATIVE = (
 )  # fmt: skip
 
 _LORA = "LoRA adapters are not supported here; merge one into the model, and give the result as MODEL"
-_IMAGES = "images and sound are not supported here; give the model alone, which then answers text"
+_PICTURES = "a prompt of the chat has pictures as @picture.png, a request as its dialect has them; no sound is read"
+_PROJECTOR = "`ktransformers pull` brings the model's projector along; --mmproj FILE names another one"
 _ROPE = "it is read from the model's files, and overriding it is not supported here"
 
 _UNSUPPORTED = (
     _refused("--lora --lora_scaled --lora_base --lora_modules --enable_lora --lora_paths --max_loras --max_lora_rank "
              "--max_loras_per_batch --adapter_path --lora_init_without_apply", "--gguf_path", _LORA),
-    _refused("--mmproj -mm --mmproj_url -mmu --mmproj_auto --image --audio --enable_multimodal --model_vocoder "
-             "-mv", "--gguf_path", _IMAGES),
+    _alias("-mm", "--mmproj"),
+    _refused("--mmproj_url -mmu", "--mmproj", _PROJECTOR),
+    _switch("--mmproj_auto --enable_multimodal", "--tower_device", "",
+            "a tower is loaded wherever the files have one; --tower_device none leaves it out"),
+    _switch("--no_mmproj --language_model_only", "--tower_device", "--tower_device=none"),
+    _switch("--no_mmproj_offload", "--tower_device", "--tower_device=cpu"),
+    _refused("--image --audio --model_vocoder -mv", "--gguf_path", _PICTURES),
     _refused("--limit_mm_per_prompt", "--max_images", "--max_images N limits the images of a request"),
     _alias("--allowed_media_domains", "--allowed_image_hosts"),
     _refused("--allowed_local_media_path --media_path", "--allowed_image_hosts",
              "files of this machine are read for no request; clients send images as data: URLs"),
-    _switch("--no_mmproj --no_mmproj_offload --language_model_only", "--gguf_path", "",
-            "the model alone is loaded, without what reads images"),
     _refused("--rope_scaling --rope_scale --rope_freq_base --rope_freq_scale --yarn_orig_ctx --yarn_ext_factor "
              "--hf_overrides --json_model_override_args --override_kv --rope_theta", "--gguf_path", _ROPE),
     _refused("--control_vector --control_vector_scaled", "--gguf_path",

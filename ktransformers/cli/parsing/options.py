@@ -27,6 +27,7 @@ from ktransformers.config import (
     PRECISIONS,
     SPARSE_ATTENTIONS,
     SPECULATIVES,
+    TOWER_DEVICES,
     EngineConfig,
     bundled_model,
 )
@@ -279,6 +280,19 @@ def _add_gpu_flags(group: argparse._ActionsContainer, config: EngineConfig) -> N
         choices=ATTENTION_BACKENDS,
         default=config.attention_backend,
         help="attention on a GPU; auto: FlashInfer for prefill where it is installed and can (%(default)s)",
+    )
+    group.add_argument(
+        "--mmproj",
+        metavar="FILE",
+        help="the GGUF with the tower for pictures that goes with the model's GGUF (one beside it with mmproj in its "
+        "name)",
+    )
+    group.add_argument(
+        "--tower_device",
+        choices=TOWER_DEVICES,
+        default=config.tower_device,
+        help="where the model's tower computes on pictures; cuda: with weights from RAM where it would take room from "
+        "experts; auto: on a GPU where one has room; none: the model reads text only (%(default)s)",
     )
     group.add_argument(
         "--attention_products",

@@ -395,7 +395,7 @@ def open_with_pictures(
         loop = open_loop(
             pictures.config, lambda report: build(pictures.config, report), progress, profile, name, remedy
         )
-        pictures.attach(loop.engine.model.tokenizer)
+        pictures.attach(loop.engine.model.tokenizer, has_tower=loop.engine.pictures is not None)
     except BaseException:
         pictures.close()
         raise

@@ -53,6 +53,8 @@ class EngineKeywords(TypedDict, total=False):
     use_cuda: bool | None
     use_cuda_graph: bool | None
     attention_backend: str
+    tower_device: str
+    mmproj: PathLike | None
     sparse_attention: str
     kv_type: str
     attention_products: str
@@ -145,7 +147,7 @@ def llm_options(
         own |= precision_fields(precision, own)
     kept = {name: own.pop(name) for name in ("max_batch_size", "page_size", "seed") if name in own}
     target = _profile_target(own.pop("profile", None), own.pop("profile_max_bytes", MAX_BYTES))
-    for name in ("optimize_config_path", "kv_disk_path"):
+    for name in ("optimize_config_path", "kv_disk_path", "mmproj"):
         if own.get(name) is not None:
             own[name] = Path(own[name])
     if own.get("draft_model") is not None:

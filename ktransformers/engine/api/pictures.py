@@ -26,6 +26,9 @@ __all__ = ["Pictures", "why_no_pictures"]
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _STAGED = "processor"
 
+NO_TOWER = "it was loaded without a tower for pictures, as the log says"
+"""Why a model reads text only whose files speak of pictures."""
+
 
 def why_no_pictures(config: EngineConfig) -> str | None:
     """Return in words why a model's files say nothing about pictures; None when they do. Imports no torch."""
@@ -62,7 +65,7 @@ def _own_folder(config: EngineConfig) -> Path | None:
 
 
 class Pictures:
-    """The pictures of one model. why_not: why it reads none; set before `attach`, where the build finds no tower.
+    """The pictures of one model. why_not: why it reads none.
 
     given: with picture_folder where the store outlives the process. config: what the model is to be built of: that of
     a model that reads text only names no folder. Raises ConfigError for a folder that others can enter.
@@ -75,9 +78,12 @@ class Pictures:
         self.config = replace(given, picture_folder=None if self.store is None else self.store.folder)
         self.reader: ChildReader | None = None
 
-    def attach(self, tokenizer: Tokenizer) -> None:
-        """Take the tokenizer of the model that was built, and have it take pictures."""
+    def attach(self, tokenizer: Tokenizer, *, has_tower: bool = True) -> None:
+        """Take the tokenizer of the model that was built, and have it take pictures. has_tower: whether it was built
+        with one."""
         folder = _folder(self._given)
+        if self.why_not is None and not has_tower:
+            self.why_not = NO_TOWER
         if self.store is None or self.why_not is not None or folder is None:
             return
         self.reader = ChildReader(self._staged(folder, tokenizer, self.store), self.store)

@@ -27,6 +27,10 @@ from ktransformers.engine.load.stages import (
     open_part,
     plan_part,
 )
+from ktransformers.engine.media.encoder import TowerEncoder
+from ktransformers.engine.media.family import PictureFamily
+from ktransformers.engine.media.features import PictureEncoder
+from ktransformers.engine.media.towers import load_tower
 from ktransformers.engine.model.assistant import lenders_of
 from ktransformers.engine.model.mtp import MtpInput
 from ktransformers.engine.model.opened import OpenedModel, open_model
@@ -41,6 +45,7 @@ from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.engine.step.snapshots import snapshot_interval
 from ktransformers.engine.step.step_runtime import StepRuntime
+from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.triton.common.compiling import loading
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.partial_sums import PassThrough
@@ -103,6 +108,7 @@ def build_engine(
     executor = _executor(built, runner, stats)
     executor.mend_model = lambda: _mend(ranks, runner)
     executor.drafter = drafter
+    executor.pictures = _load_tower(built)
     executor.find_damage = DamageScan(opened.config).said
     longest = opened.facts.longest_sequence(cache.num_slots)
     interval = snapshot_interval(max(cache.num_states - max_batch_size, 0), longest)
@@ -145,6 +151,25 @@ def _executor(built: CapturedModel, runner: ModelRunner, stats: ExpertStats) -> 
     if built.hot.gpus:
         executor.take_hot, executor.lend = built.hot.take, built.hot.lend
     return executor
+
+
+def _load_tower(built: CapturedModel) -> PictureEncoder | None:
+    """Load the tower for pictures where it is planned; None where none come, or they cannot be run as transformers runs
+    them. Raises WeightError; the model is closed then."""
+    folder = built.config.picture_folder
+    if built.tower is None or folder is None:
+        return None
+    try:
+        PictureFamily.of(built.tower.opened.model.config)
+    except UnsupportedError as error:
+        logger.warning("no pictures: %s", error)
+        return None
+    with ExitStack() as undo:
+        undo.callback(built.forward.pool.close)
+        undo.callback(built.plan.devices.close)
+        encoder = TowerEncoder(load_tower(built.tower.opened, built.tower.place), folder, built.forward.pool)
+        undo.pop_all()
+    return encoder
 
 
 def _load_drafter(draft: PlannedDraft, target: CapturedModel, progress: Progress | None) -> ModelDrafter:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.config import CPU_PREFILLS, EngineConfig
+from ktransformers.engine.media.features import PictureEncoder
 from ktransformers.engine.model.fingerprint import Identified, ModelIdentity
 from ktransformers.engine.model.opened import ModelDescription
 from ktransformers.engine.parallel.ranks.ranks import Alone, Ranks
@@ -110,6 +111,11 @@ class Engine(LoadedModel):
     def long_chunk_size(self) -> int:
         """Tokens of a step of long prompts, see SchedulerConfig: none where its blocks would cut pictures."""
         return 0 if self.keeps_pictures_whole else self.hot.long_steps.rows
+
+    @property
+    def pictures(self) -> PictureEncoder | None:
+        """What computes pictures; None where none come, or the model has no tower."""
+        return self.executor.pictures
 
     @property
     def uses_gpus(self) -> bool:

@@ -33,6 +33,7 @@ from ktransformers.engine.parallel.ranks.ranks import Ranks, ResolvedPlan
 from ktransformers.engine.plan.attention import find_flash
 from ktransformers.engine.plan.cache_plan import CachePlan
 from ktransformers.engine.plan.planning import Hardware, Planned, PlannedDraft, Planner
+from ktransformers.engine.plan.tower_plan import PlannedTower
 from ktransformers.engine.step.decode import DecodeSteps
 from ktransformers.engine.step.expert_streaming import open_prefills
 from ktransformers.engine.step.forward import ForwardPass
@@ -160,7 +161,7 @@ class ArrangedModel:
 @dataclass(frozen=True, slots=True)
 class CapturedModel:
     """A model that is ready for steps. config: as everything was resolved. facts: its own. why_drafts_eager: see
-    StepGraphs. draft: the plan of the model that drafts for it, which is loaded next."""
+    StepGraphs. draft: the plan of the model that drafts for it, which is loaded next; tower: likewise, for pictures."""
 
     config: EngineConfig
     facts: ModelFacts
@@ -173,6 +174,7 @@ class CapturedModel:
     hot: HotService
     why_drafts_eager: str | None = None
     draft: PlannedDraft | None = None
+    tower: PlannedTower | None = None
 
 
 def open_part(opened: OpenedModel, hardware: Hardware | None, ranks: Ranks) -> OpenedPart:
@@ -285,6 +287,7 @@ def capture_steps(arranged: ArrangedModel, progress: Progress | None, why_eager:
         hot,
         why_drafts_eager,
         planned.draft,
+        planned.tower,
     )
 
 

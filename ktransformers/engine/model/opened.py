@@ -27,6 +27,7 @@ from ktransformers.engine.model.file_layouts import note_layout
 from ktransformers.engine.model.mtp import build_mtp
 from ktransformers.engine.model.mtp_names import MtpNames, renamed_gguf, renamed_tensors
 from ktransformers.engine.model.skeleton import build_skeleton, check_kinds, check_model_type, load_hf_config
+from ktransformers.engine.model.tower import OpenedTower, composite_of, open_mmproj, open_tower, projector_path
 from ktransformers.errors import ConfigError, FormatError, UnsupportedError, WeightError, reason_of
 from ktransformers.media.torchvision import prepare_torchvision
 from ktransformers.models.assistant_config import GGUF_ARCH, assistant_config, config_of_assistant, is_assistant
@@ -93,7 +94,7 @@ class OpenedModel:
     shares: what of its modules' results are shares of sums, where it is one process's part of a model that is cut.
     hf_config: for transformers' own modules; everything else asks `facts`. stored: bytes in the files by type.
     has_head: whether the files say what follows a text; without, the model makes embeddings only. draft: the model that
-    drafts for this one, None without.
+    drafts for this one, None without. tower: of its pictures; None where none come, or it has none.
     """
 
     config: EngineConfig
@@ -108,6 +109,7 @@ class OpenedModel:
     partial_sums: PartialSums | None = None
     has_head: bool = True
     draft: OpenedModel | None = None
+    tower: OpenedTower | None = None
 
 
 def open_model(config: EngineConfig, target: OpenedModel | None = None) -> OpenedModel:
@@ -118,6 +120,7 @@ def open_model(config: EngineConfig, target: OpenedModel | None = None) -> Opene
     path, kind = _weights_of(config)
     gguf = open_gguf(path) if kind == "gguf" else None
     whole = _hf_config(config, gguf, path)
+    whole, projector = (whole, None) if gguf is None else _with_projector(config, whole, gguf)
     stored = None if gguf is not None else open_safetensors(path)
     if target is not None and is_assistant(whole):
         return _open_assistant(replace(config, self_check=False), whole, gguf or stored, target)
@@ -133,20 +136,62 @@ def open_model(config: EngineConfig, target: OpenedModel | None = None) -> Opene
         note_layout(hf_config, facts, gguf)
     model = build_skeleton(hf_config, config.trust_remote_code)
     source: WeightSource
+    tower = None
     if gguf is not None:
         source, files = GGUFSource(gguf, facts), [file.path for file in gguf.files]
+        tower = None if projector is None else open_mmproj(whole, projector)
     else:
         assert stored is not None
         parameters = {name: parameter.shape for name, parameter in model.named_parameters()}
         source, files = SafetensorsSource(stored, facts, parameters), [file.path for file in stored.files]
+        tower = _open_tower(config, whole, stored, source, facts)
     check_parameters(model, source, shapes)
     states, nbytes = _states(config, files), _bytes_by_type(gguf, stored)
     opened = OpenedModel(
-        config, model.config, facts, gguf, model, source, tuple(files), states, nbytes, has_head=has_head
+        config, model.config, facts, gguf, model, source, tuple(files), states, nbytes, has_head=has_head, tower=tower
     )
     if config.drafter == "draft":
         return replace(opened, draft=_open_draft(opened))
     return replace(opened, draft=_open_mtp(opened, stored)) if config.drafter == "mtp" else opened
+
+
+def _with_projector(
+    config: EngineConfig, whole: PretrainedConfig, gguf: GGUFModel
+) -> tuple[PretrainedConfig, GGUFModel | None]:
+    """The config of a GGUF's composite, and its projector file, opened; the language model's own, and None, where there
+    is none, or with a line of the log, where nobody named the file, and it is not read. Raises UnsupportedError or
+    FormatError for one that was."""
+    path = projector_path(config, gguf)
+    if path is None:
+        return whole, None
+    try:
+        projector = open_gguf(path)
+        return composite_of(whole, gguf, projector), projector
+    except (UnsupportedError, FormatError) as error:
+        message = str(error) if str(path) in str(error) else f"{path}: {error}"
+        if config.mmproj is not None:
+            raise type(error)(message) from error
+        logger.warning("no pictures: %s", message)
+        return whole, None
+
+
+def _open_tower(
+    config: EngineConfig, whole: PretrainedConfig, stored: SafetensorsModel, text: SafetensorsSource, facts: ModelFacts
+) -> OpenedTower | None:
+    """The tower of safetensors where pictures come; None, with a line of the log, where the model has none. Says what
+    is left unread. Raises TensorMismatchError for a part of a tower."""
+    if config.mmproj is not None:
+        raise ConfigError(f"--mmproj {config.mmproj} goes with a GGUF; the tower of safetensors is among them")
+    tower = None
+    if config.wants_tower:
+        try:
+            tower = open_tower(whole, stored, text, facts)
+        except UnsupportedError as error:
+            logger.info("no pictures: %s", error)
+    left = text.others - (frozenset() if tower is None else tower.stored_names())
+    if left:
+        logger.info("%d tensors for %s are left unread", len(left), "images and sound" if tower is None else "sound")
+    return tower
 
 
 def _open_mtp(target: OpenedModel, stored: SafetensorsModel | None) -> OpenedModel:

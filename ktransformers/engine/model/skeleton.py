@@ -219,14 +219,14 @@ def restore_buffers(model: PreTrainedModel) -> None:
 
 def _unset(dtype: torch.dtype) -> float | int:
     """What no module computes for a buffer of that type."""
-    if dtype.is_floating_point:
+    if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return 0 if dtype is torch.bool else int(torch.iinfo(dtype).max)
 
 
 def _is_unset(buffer: torch.Tensor | None) -> bool:
     assert buffer is not None
-    unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset(buffer.dtype)
+    unset = buffer.isnan() if buffer.is_floating_point() or buffer.is_complex() else buffer == _unset(buffer.dtype)
     return buffer.dtype is not torch.bool and bool(unset.any())
 
 

@@ -23,6 +23,7 @@ from ktransformers.engine.plan.attention import choose_attention, materializatio
 from ktransformers.engine.plan.cache_plan import CachePlan
 from ktransformers.engine.plan.kv_types import KvTypes
 from ktransformers.engine.plan.tier_plan import tier_bytes
+from ktransformers.engine.plan.tower_plan import PlannedTower, with_tower
 from ktransformers.engine.step.cuda_graphs import CudaGraphs, GraphBackend
 from ktransformers.engine.step.expert_streaming import PrefillTools, cuda_tools
 from ktransformers.engine.step.graph_sizes import DRAFT_ROWS, GRAPH_ROWS, largest_graph
@@ -131,6 +132,7 @@ class Hardware:
                 "--gpu_memory": config.gpu_memory,
                 "--hot_experts": hot_slots(config.hot_experts) is not None,
                 "--use_cuda_graph": config.use_cuda_graph,
+                "--tower_device cuda": config.tower_device == "cuda",
             }
             reason = "no GPU can be used on this machine" if not gpus else "--no_use_cuda"
             for flag in (flag for flag, value in asked.items() if value):
@@ -143,7 +145,7 @@ class Planned:
     """A plan with all that it holds. chunk_size: tokens of a prefill step. shapes, num_slots, num_states: of the cache.
 
     filling: the experts that fill GPUs. transfer: where layers go by themselves, see `spread_layers`. hots: the slots
-    for experts on GPUs. draft: the plan of the model that drafts; None without one.
+    for experts on GPUs. draft: the plan of the model that drafts; None without one. tower: likewise, for pictures.
     """
 
     plan: Plan
@@ -156,6 +158,7 @@ class Planned:
     transfer: Mapping[int, str] = field(default_factory=dict)
     hots: tuple[HotSlots, ...] = ()
     draft: PlannedDraft | None = None
+    tower: PlannedTower | None = None
 
     def report(self) -> None:
         """Log one line for each thing that was decided without being asked for."""
@@ -318,6 +321,7 @@ class Planner:
         draft = self._planned_draft(Planned(plan, chunk_size, (), shapes, num_slots, num_states, Filling()), hardware)
         if draft is not None:  # before anything fills what is left
             plan = replace(plan, extra_bytes={**extra, "draft model": draft.nbytes})
+        plan, tower = with_tower(plan, opened.tower, opened.config)
         plan, long_rows = self._with_long_steps(plan, chunk_size) if may_lend else (plan, 0)
         plan, streamings = with_streaming(plan, self._streamings(plan, chunk_size, long_rows))
         filling, hots = Filling(), tuple[HotSlots, ...]()
@@ -329,7 +333,9 @@ class Planner:
         plan, hots = with_hot_slots(plan, hots)
         if long_rows and (not hots or plan.misfit() is not None):
             return self._whole(hardware, transfer, may_lend=False)
-        return Planned(plan, chunk_size, streamings, shapes, num_slots, num_states, filling, transfer, hots, draft)
+        return Planned(
+            plan, chunk_size, streamings, shapes, num_slots, num_states, filling, transfer, hots, draft, tower
+        )
 
     def _with_long_steps(self, plan: Plan, chunk_size: int) -> tuple[Plan, int]:
         """`plan` with room for steps on memory that slots lend, where steps are those of one process and one model."""

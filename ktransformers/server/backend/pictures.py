@@ -68,8 +68,9 @@ class PictureSupport(Protocol):
         """Who reads pictures, once `attach` was called; None: nobody."""
         ...
 
-    def attach(self, tokenizer: Tokenizer) -> None:
-        """Take the tokenizer of the loaded model, and have it take pictures."""
+    def attach(self, tokenizer: Tokenizer, *, has_tower: bool) -> None:
+        """Take the tokenizer of the loaded model, and have it take pictures. has_tower: whether it was loaded with
+        one."""
         ...
 
     def close(self) -> None:

@@ -115,7 +115,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_experts: of a layer, at most. expert_bytes: of one routed expert per layer on the CPU, added up. gpu_bytes: see
     ModelCard. profiled: what profiles say of the model. num_states, snapshot_interval, tiers,
     num_stages, max_drafts, drafter, long_chunk_size, long_prompt, keeps_pictures_whole: see SchedulerConfig. digest,
-    weights: see ModelInfo.
+    weights: see ModelInfo. has_tower: whether the engine computes pictures.
     """
 
     num_pages: int
@@ -137,6 +137,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     long_chunk_size: int = 0
     long_prompt: int = 0
     keeps_pictures_whole: bool = False
+    has_tower: bool = False
     profiled: ProfileMeta | None = None
     digest: bytes = b""
     weights: tuple[FileState, ...] = ()

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, Transpose, WeightConverter, WeightRenaming, rename_source_key
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.models.auto.modeling_auto import (
@@ -19,6 +19,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_MAPPING_NAMES,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["CheckpointNames", "Origin"]
 
@@ -38,7 +41,8 @@ class Origin:
     """Stored tensors and operations by which a conversion makes a parameter.
 
     operations: class names in `transformers.core_model_loading`, in order; none for a mere renaming. dims: of each.
-    "TransposeIfNeeded" is a Transpose for tensors that have not the parameter's shape already.
+    "TransposeIfNeeded" is a Transpose for tensors that have not the parameter's shape already. Of PermuteForRope, dims
+    has the number of heads instead; 0: it is not known.
     sources: stored names in the order in which they are merged.
     index, count: which of how many targets this parameter is, where one tensor is split. targets: all of them.
     """
@@ -68,18 +72,28 @@ class CheckpointNames:
 
     def __init__(self, model_type: str, stored: Iterable[str], composite_type: str | None = None):
         if composite_type is None:
-            tables = [_Table(model_type, model_type_to_module_name(model_type))]
+            tables = [_Table.of_type(model_type, model_type_to_module_name(model_type))]
         else:
-            tables = [_Table(composite_type), _Table(model_type)]
+            tables = [_Table.of_type(composite_type), _Table.of_type(model_type)]
+        self._read(tables, stored, composite_type is not None)
+
+    @classmethod
+    def of_model(cls, model: PreTrainedModel, stored: Iterable[str]) -> CheckpointNames:
+        """Return the names of all parameters of `model` by its own tables and those of the models inside of it."""
+        names = cls.__new__(cls)
+        names._read([_Table(get_model_conversion_mapping(model))], stored, is_composite=False, config=model.config)
+        return names
+
+    def _read(self, tables: Sequence[_Table], stored: Iterable[str], is_composite: bool, config: object = None) -> None:
         converters = [converter for table in tables for converter in table.converters]
         self.plain: dict[str, str] = {}
         self.experts: dict[tuple[str, str], dict[int, str]] = {}
         self.converted: dict[str, Origin] = {}
         self.others: set[str] = set()
         merged: dict[str, tuple[Any, dict[str, list[str]]]] = {}
-        self._stored = dict.fromkeys(stored)
+        self._stored, self._config = dict.fromkeys(stored), config
         for name in self._stored:
-            renamed = _renamed(name, tables, composite_type is not None)
+            renamed = _renamed(name, tables, is_composite)
             if renamed is None:
                 self.others.add(name)
                 continue
@@ -129,27 +143,33 @@ class CheckpointNames:
     def _add_converted(self, target: str, converter: Any, sources: dict[str, list[str]]) -> None:
         """`target` holds the converter's first target pattern; a split makes further names from the others."""
         ordered = tuple(name for p in converter.source_patterns for name in sorted(sources.get(p, ()), key=_natural))
-        operations = _operations(converter)
         patterns = converter.target_patterns
-        dims = tuple(int(getattr(operation, "dim", 0)) for operation in converter.operations)
         names = tuple(target.replace(patterns[0], pattern, 1) for pattern in patterns)
         for index, name in enumerate(names):
+            used = [operation for operation in converter.operations if _is_for(operation, name)]
+            dims = tuple(_dim(operation, self._config) for operation in used)
+            operations = tuple(map(_operation, used))
             self.converted[name] = Origin(operations, ordered, index, len(names), dims, names)
 
 
 class _Table:
-    """What transformers has to say about the names of one model type, or if that is nothing, of the other one: text
-    models are published alone, too, in the names of the models for images and text that they are of."""
+    """What transformers has to say about names."""
 
-    def __init__(self, model_type: str, other_type: str | None = None):
+    def __init__(self, transforms: Iterable[WeightRenaming | WeightConverter]):
+        transforms = list(transforms)
+        self.renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+        self.converters = [one for one in transforms if not isinstance(one, WeightRenaming)]
+
+    @classmethod
+    def of_type(cls, model_type: str, other_type: str | None = None) -> _Table:
+        """Return what it says of one model type, or if that is nothing, of the other one: text models are published
+        alone, too, in the names of the models for images and text that they are of."""
         classes = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
         own = (names.get(model_type) for names in classes)
         kinds = (*own, model_type, MODEL_MAPPING_NAMES.get(model_type), other_type)  # a class's own come first
         found = (get_checkpoint_conversion_mapping(kind) for kind in kinds if kind is not None)
         transforms: list[Any] = next((mapping for mapping in found if mapping is not None), [])
-        transforms = [*transforms, *_own_names(model_type)]
-        self.renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
-        self.converters = [one for one in transforms if not isinstance(one, WeightRenaming)]
+        return cls([*transforms, *_own_names(model_type)])
 
     def apply(self, name: str) -> str:
         renamed: str = rename_source_key(name, self.renamings, [])[0]
@@ -194,6 +214,19 @@ def _natural(name: str) -> list[tuple[int, str]]:
 def _operations(converter: Any) -> tuple[str, ...]:
     """Names of its operations' classes; those of which an argument makes another operation go by names of their own."""
     return tuple(_operation(one) for one in converter.operations)
+
+
+def _is_for(operation: object, target: str) -> bool:
+    """Whether an operation changes what becomes `target`: some leave a part of what is split as it is."""
+    only = getattr(operation, "permute_layer_names", None)
+    return only is None or any(name in target for name in only)
+
+
+def _dim(operation: object, config: object) -> int:
+    if type(operation).__name__ != "PermuteForRope":
+        return int(getattr(operation, "dim", 0))
+    part = getattr(config, getattr(operation, "subconfig_key", None) or "", config)
+    return int(getattr(part, "num_attention_heads", 0))
 
 
 def _operation(operation: Any) -> str:

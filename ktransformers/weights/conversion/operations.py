@@ -86,6 +86,14 @@ def _interleave(parts: Sequence[torch.Tensor], dim: int, origin: Origin, sizes: 
     return pairs.transpose(dim, dim + 1).reshape(shape)
 
 
+def _permute(parts: Sequence[torch.Tensor], num_heads: int, origin: Origin, sizes: Sizes) -> torch.Tensor:
+    """Bring the rows of each head that are rotated together from pairs to one half behind the other."""
+    if not num_heads:
+        raise UnsupportedError("transformers makes it by PermuteForRope, and the config does not say how many heads")
+    shape = parts[0].shape
+    return parts[0].reshape(num_heads, shape[0] // num_heads // 2, 2, *shape[1:]).transpose(1, 2).reshape(shape)
+
+
 CONVERSIONS: Mapping[str, Callable[[Sequence[torch.Tensor], int, Origin, Sizes], torch.Tensor]] = {
     "Concatenate": _concatenate,
     "MergeModulelist": _stack,
@@ -93,5 +101,6 @@ CONVERSIONS: Mapping[str, Callable[[Sequence[torch.Tensor], int, Origin, Sizes],
     "Chunk": _chunk,
     "Split": _split,
     "Interleave": _interleave,
+    "PermuteForRope": _permute,
 }
 """By the name of the operation's class in transformers."""

@@ -26,7 +26,7 @@ import torch
 
 from ktransformers.errors import FormatError
 from ktransformers.kernels.types import QuantType, RawTensor, block_size, row_bytes
-from ktransformers.system.file_kinds import HEAD_BYTES, incomplete, not_weights, size_of
+from ktransformers.system.file_kinds import HEAD_BYTES, incomplete, is_projector, not_weights, size_of
 from ktransformers.weights.mapped_file import map_file
 from ktransformers.weights.ollama import gpt_oss
 
@@ -370,10 +370,11 @@ def open_gguf(path: Path | str) -> GGUFModel:
 
 def gguf_files(folder: Path) -> list[Path]:
     """Return the .gguf files in `folder`, else those in its subfolders, in order: quantizers' repositories have one for
-    each type of weights.
+    each type of weights. Projectors for pictures (mmproj) are none of a model by themselves.
     """
     patterns = ["/".join(["*"] * depth + ["*.gguf"]) for depth in range(SUBFOLDERS + 1)]
-    found = ([path for path in folder.glob(pattern) if path.is_file()] for pattern in patterns)
+    models = ([path for path in folder.glob(pattern) if not is_projector(path.name)] for pattern in patterns)
+    found = ([path for path in paths if path.is_file()] for paths in models)
     return sorted(next((paths for paths in found if paths), []))
 
 

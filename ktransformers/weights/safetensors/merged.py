@@ -10,19 +10,20 @@ Rows and values are those of the original safetensors: nothing is permuted.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels.types import QuantType, RawTensor, row_bytes
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.registry import custom_models, family_of
 from ktransformers.weights.conversion.checkpoint_names import Origin
-from ktransformers.weights.experts import RawMatrix, check_expert_shape
+from ktransformers.weights.experts import RawMatrix, check_expert_shape, expert_info
 from ktransformers.weights.gguf.names import GGUFNames
 from ktransformers.weights.quantize.transcode import resident_type, transcode
 from ktransformers.weights.safetensors.file import SafetensorsModel
-from ktransformers.weights.source import ExpertsLayout
+from ktransformers.weights.source import ExpertsInfo, ExpertsLayout
 
-__all__ = ["MergedExperts", "MergedTensors"]
+__all__ = ["MergedExperts", "MergedTensors", "merged_info"]
 
 _FLOATS = {"F32": QuantType.F32, "F16": QuantType.F16, "BF16": QuantType.BF16}
 _TYPE_BYTES = frozenset({"I64", "I32", "U8", "U32", "U64", "I16", "U16", "I8"})
@@ -122,3 +123,13 @@ class MergedTensors:
             return QuantType(number)
         except ValueError as error:
             raise UnsupportedError(f"tensor {name!r} names GGML type {number}, which is not known here") from error
+
+
+def merged_info(key: str, merged: Mapping[str, MergedExperts], quantize_to: QuantType | None) -> ExpertsInfo:
+    """Return facts about experts that are stored as GGML blocks."""
+    infos = {
+        part: expert_info(f"{key}.{part}", found.qtype.name, found.natural, found.shape, found.sources, quantize_to)
+        for part, found in merged.items()
+    }
+    used = tuple(name for found in merged.values() for name in found.sources)
+    return ExpertsInfo(infos.get("gate"), infos["up"], infos["down"], used, sum(i.nbytes for i in infos.values()))

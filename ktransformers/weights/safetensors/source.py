@@ -39,7 +39,7 @@ from ktransformers.weights.mapped_file import typed_view
 from ktransformers.weights.safetensors.file import SafetensorsModel
 from ktransformers.weights.safetensors.fused_experts import FusedPart, by_expert, fused_parts
 from ktransformers.weights.safetensors.low_bits import LowBitTensor, find_low_bits
-from ktransformers.weights.safetensors.merged import MergedExperts, MergedTensors
+from ktransformers.weights.safetensors.merged import MergedExperts, MergedTensors, merged_info
 from ktransformers.weights.safetensors.quantization import check_quantization, scale_block, scale_names
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo
 
@@ -72,10 +72,17 @@ _Stored = tuple[str, ...] | FusedPart
 class SafetensorsSource:
     """WeightSource over the safetensors files of one model. facts are those of the module tree.
 
-    shapes: of the module tree's parameters by name, for files with tensors that are split by them.
+    shapes: of the module tree's parameters by name, for files with tensors that are split by them. names: what files
+    call them; None: as the facts say.
     """
 
-    def __init__(self, model: SafetensorsModel, facts: ModelFacts, shapes: Mapping[str, Sequence[int]] | None = None):
+    def __init__(
+        self,
+        model: SafetensorsModel,
+        facts: ModelFacts,
+        shapes: Mapping[str, Sequence[int]] | None = None,
+        names: CheckpointNames | None = None,
+    ):
         check_quantization(facts.quantization)
         self._model, self._shapes = model, shapes or {}
         self._stored = model.tensors
@@ -84,10 +91,8 @@ class SafetensorsSource:
         self._tensors = {name: tensor for name, tensor in self._stored.items() if name not in parts}
         self._tensors |= {name: low.header for name, low in self._low.items()}
         self._facts = facts
-        self._names = CheckpointNames(facts.model_type, self._tensors, facts.composite_type)
-        self._others = {part for name in self._names.others for part in self._parts(name)}
-        if self._others:
-            logger.info("%d tensors for images and sound are left unread", len(self._others))
+        self._names = names or CheckpointNames(facts.model_type, self._tensors, facts.composite_type)
+        self._others = frozenset(part for name in self._names.others for part in self._parts(name))
         self._merged = MergedTensors.of(model, facts)
         self._block = scale_block(facts.quantization)
         self._log_fp8()
@@ -118,6 +123,11 @@ class SafetensorsSource:
         if stored_name.endswith("lm_head.weight") and self._facts.is_tied:
             return True
         return any(pattern.fullmatch(stored_name) for pattern in _IGNORABLE)
+
+    @property
+    def others(self) -> frozenset[str]:
+        """Stored names of what a composite has beside its language model."""
+        return self._others
 
     def stored_bytes(self, stored_name: str) -> torch.Tensor | None:
         """Return the bytes of a stored tensor in its mapped file."""
@@ -169,7 +179,7 @@ class SafetensorsSource:
         """Return facts about the experts of module `key` ("model.layers.3.mlp.experts")."""
         merged = self._merged_experts(key, layout)
         if merged is not None:
-            return _merged_info(key, merged, quantize_to)
+            return merged_info(key, merged, quantize_to)
         stored = self._expert_names(key, layout)
         if stored is None:
             return None
@@ -481,16 +491,6 @@ def _say_dequantized(operations: tuple[str, ...]) -> None:
 
 def _names_of(where: _Stored) -> tuple[str, ...]:
     return (where.stored,) if isinstance(where, FusedPart) else where
-
-
-def _merged_info(key: str, merged: Mapping[str, MergedExperts], quantize_to: QuantType | None) -> ExpertsInfo:
-    """Facts about experts that are stored as GGML blocks."""
-    infos = {
-        part: expert_info(f"{key}.{part}", found.qtype.name, found.natural, found.shape, found.sources, quantize_to)
-        for part, found in merged.items()
-    }
-    used = tuple(name for found in merged.values() for name in found.sources)
-    return ExpertsInfo(infos.get("gate"), infos["up"], infos["down"], used, sum(i.nbytes for i in infos.values()))
 
 
 def _without_identities(names: dict[int, str], layout: ExpertsLayout) -> dict[int, str]:

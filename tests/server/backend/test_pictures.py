@@ -28,7 +28,7 @@ class Eyes:
     tokenizer: Tokenizer | None = None
     is_closed: bool = False
 
-    def attach(self, tokenizer: Tokenizer) -> None:
+    def attach(self, tokenizer: Tokenizer, *, has_tower: bool) -> None:
         self.tokenizer = tokenizer
 
     def close(self) -> None:

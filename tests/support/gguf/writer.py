@@ -8,7 +8,7 @@ dimensions of size 1 dropped.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import gguf
@@ -88,18 +88,21 @@ def write_gguf(
     pooling_type: gguf.PoolingType | None = None,
     arch: str | None = None,
     prediction_blocks: int = 0,
+    sections: Sequence[int] = (),
 ) -> Path:
     """Write `model` (config and weights, no tokenizer) to `path` and return the path of the file to open.
 
     Matrices get the types asked for where their rows allow it, else Q8_0 or F16; routers, norms and biases stay F32.
     experts: "merged" (one tensor per projection), "single" (one per expert), "gate_up" (gate and up in one tensor).
     kv_b: "split" (attn_k_b, attn_v_b) or "whole" (attn_kv_b, as old files have it). arch: where several have the same
-    model type. prediction_blocks: for multi-token prediction, behind the model's own.
+    model type. prediction_blocks: for multi-token prediction, behind the model's own. sections: of M-RoPE.
     """
     config = model.config
     arch = arch or ARCH_OF[config.model_type]
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=shard_max_tensors)
     add_metadata(writer, model)
+    if sections:
+        writer.add_rope_dimension_sections([*sections, 0])
     if pooling_type is not None:
         writer.add_pooling_type(pooling_type)
     for name, values in gguf_tensors(model, experts=experts, kv_b=kv_b, arch=arch):

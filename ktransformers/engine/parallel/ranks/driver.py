@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,7 @@ class Driver(Ranks):
         start = Start(
             rank,
             worker.name,
-            self._strategy.config_of_others(resolved.config),
+            replace(self._strategy.config_of_others(resolved.config), picture_folder=None),  # the tower is here alone
             resolved.page_size,
             resolved.max_batch_size,
             resolved.num_states,

@@ -145,7 +145,7 @@ class BalanceServeInterface(BackendInterfaceBase):
         self._facts = facts
         self._watching = asyncio.create_task(self._watch(self._supervisor))
         await self._profiler.begin()  # before any request is let in
-        await asyncio.to_thread(self._pictures.attach, described.tokenizer)
+        await asyncio.to_thread(self._pictures.attach, described.tokenizer, has_tower=facts.has_tower)
         model = replace(_model_info(described, facts), embeddings=embeddings)
         self._model = model.with_pictures(self._pictures)
 

@@ -42,5 +42,5 @@ class KTransformersInterface(TransformersInterface):
         loaded = LoadedLoop.of(loop, model_meta(loop.engine, self.name))
         identified = loop.engine.identified
         model = replace(loaded.model, digest=identified.sampled.digest, weights=identified.weights.states)
-        pictures.attach(model.tokenizer)
+        pictures.attach(model.tokenizer, has_tower=loop.engine.pictures is not None)
         return replace(loaded, model=model.with_pictures(pictures), pictures=pictures)
