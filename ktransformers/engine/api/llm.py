@@ -338,8 +338,8 @@ class LLM:
         begun = replace(begun, params=self._reader.params(begun.params))
         request = EngineRequest(begun.prompt_ids, begun.params, answer_ids=begun.answer_ids, media=begun.media)
         self._batches.check_begun(request)
-        if begun.media:
-            self.pictures.require_all(begun.media)
+        if begun.media and self._pictures is not None:
+            self._pictures.require_all(begun.media)
         return self._events(request, Control(should_stop))
 
     def _require_open(self) -> None:

@@ -64,7 +64,7 @@ _OWN: Mapping[str, dict[str, Any]] = {
 
 _GRIDS = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v"),
-    *("ernie4_5_vl_moe", "exaone4_5", "kimi_k25", "minimax_m3_vl", "glm5_next"),
+    *("exaone4_5", "kimi_k25", "minimax_m3_vl", "glm5_next"),
 )
 TOWERS = (*_GRIDS, "gemma3", "gemma4", "mistral3", "llama4", "internvl", "llava", "cohere2_vision", "lfm2_vl")
 """Families whose towers are compared."""
@@ -106,8 +106,6 @@ def picture(name: str, model: PreTrainedModel, height: int, width: int, seed: in
     grid = {"image_grid_thw": torch.tensor([[1, rows, cols]])}
     if name == "kimi_k25":
         return {"pixel_values": random(rows * cols, 3, patch, patch), **grid}
-    if name == "ernie4_5_vl_moe":
-        return {"pixel_values": random(rows * cols, 3 * patch**2), **grid}
     if name in _GRIDS:
         return {"pixel_values": random(rows * cols, 3 * vision.temporal_patch_size * patch**2), **grid}
     if name == "mistral3":
