@@ -70,21 +70,24 @@ TOWERS = (*_GRIDS, "gemma3", "gemma4", "mistral3", "llama4", "internvl", "llava"
 """Families whose towers are compared."""
 
 
-def tiny_with_tower(name: str, seed: int = 0) -> PreTrainedModel:
-    """A composite with two layers of text and three of its tower, in fp32 and eval mode."""
+def tiny_with_tower(
+    name: str, seed: int = 0, image_token: int = IMAGE_TOKEN, vocab_size: int | None = None
+) -> PreTrainedModel:
+    """A composite with two layers of text and three of its tower, in fp32. vocab_size: None: the usual one."""
     text_type, values = COMPOSITES.get(name, (_TEXTS.get(name, f"{name}_text"), {}))
     if name in ("qwen2_vl", "qwen2_5_vl"):
         values = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}}
     text = tiny_config(text_type, **values).to_dict()
+    text["vocab_size"] = vocab_size or text["vocab_size"]
     vision = {"model_type": "gemma4_vision"} if name == "gemma4" else None
     config = CONFIG_MAPPING[name](text_config=text, **({} if vision is None else {"vision_config": vision}))
     for part, own in ((config.vision_config, _OWN.get(name, {})), (config, {})):
         for key, value in {**_SIZES, **own}.items():
             if key in part.__dict__ and part is not config.text_config:
                 setattr(part, key, value)
-    for key, token in (("image_token_id", IMAGE_TOKEN), ("image_token_index", IMAGE_TOKEN)):
+    for key in ("image_token_id", "image_token_index"):
         if key in config.__dict__:
-            setattr(config, key, token)
+            setattr(config, key, image_token)
     for key in ("video_token_id", "video_token_index"):
         if key in config.__dict__:
             setattr(config, key, VIDEO_TOKEN)
