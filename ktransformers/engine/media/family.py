@@ -7,7 +7,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,6 +21,8 @@ __all__ = ["PictureFamily"]
 _TYPES = (0, 0, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 0)
 """By position, 1: a picture's. Of two pictures, one as long as _WINDOW and one that is longer."""
 _WINDOW = 4
+
+_Masks = torch.Tensor | Mapping[str, torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ def _sight(whole: PretrainedConfig) -> tuple[bool, bool, bool]:
     if type(whole) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise UnsupportedError(f"transformers has no class for images and text of model type {whole.model_type}")
     found = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(whole)]
-    make: Callable[..., Any] | None = getattr(found, "create_masks_for_generate", None)
+    make: Callable[..., _Masks] | None = getattr(found, "create_masks_for_generate", None)
     names = inspect.signature(make).parameters if make is not None else {}
     kinds = [name for name in names if name.endswith("token_type_ids")]
     if make is None or not kinds:
@@ -82,7 +84,7 @@ def _sight(whole: PretrainedConfig) -> tuple[bool, bool, bool]:
         if getattr(part, "sliding_window", None):
             part.sliding_window = _WINDOW
     count = len(_TYPES)
-    given: dict[str, Any] = {name: None for name in ("attention_mask", "cache", "past_key_values") if name in names}
+    given: dict[str, object] = {name: None for name in ("attention_mask", "cache", "past_key_values") if name in names}
     given["position_ids"] = torch.arange(count)[None]
     given |= {name: torch.tensor([_TYPES]) for name in kinds}
     try:
@@ -91,7 +93,7 @@ def _sight(whole: PretrainedConfig) -> tuple[bool, bool, bool]:
         raise UnsupportedError(
             f"model type {whole.model_type} says in another way what pictures see: {named_reason(error)}"
         ) from error
-    layers = masks if isinstance(masks, Mapping) else {"full_attention": masks}
+    layers: Mapping[str, torch.Tensor | None] = masks if isinstance(masks, Mapping) else {"full_attention": masks}
     return _read(whole.model_type, {name: mask[0, 0] == 0 for name, mask in layers.items() if mask is not None})
 
 
