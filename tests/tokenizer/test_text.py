@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from ktransformers.errors import ConfigError, ContextLengthError, UnsupportedError
 from ktransformers.tokenizer import Tokenizer, load_tokenizer
 from ktransformers.tokenizer.detokenizer import ByteDetokenizer, WindowDetokenizer, token_bytes_of
+from ktransformers.tokenizer.encoding import TextEncoder
 from ktransformers.tokenizer.reasoning import ReasoningParser
 from ktransformers.tokenizer.stop import StopMatcher, held_back
 from tests.support.gguf.vocabularies import STRINGS
@@ -200,7 +201,7 @@ def test_more_text_than_any_prompt_can_have_is_refused_unseen(
     assert len(tokenizer.encode("<|im_start|>" * 10, max_len=10)) == 10
     with pytest.raises(ContextLengthError, match="11 tokens, and there is room for 10"):
         tokenizer.encode("<|im_start|>" * 11, max_len=10)
-    monkeypatch.setattr(tokenizer, "_ids", lambda *_: pytest.fail("it was tokenized"))
+    monkeypatch.setattr(TextEncoder, "_ids", lambda *_: pytest.fail("it was tokenized"))
     longest = max(map(len, tokenizer.backend.get_vocab()))
     with pytest.raises(ContextLengthError, match="11 tokens or more") as caught:
         tokenizer.encode("a" * (longest * 10 + 1), max_len=10)

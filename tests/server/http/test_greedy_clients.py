@@ -20,7 +20,8 @@ from ktransformers.server.backend.base import BackendInterfaceBase, BackendStats
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.http.hosts import HostRule
 from ktransformers.server.middleware import BodyLimits
-from ktransformers.tokenizer import Tokenizer, load_tokenizer
+from ktransformers.tokenizer import load_tokenizer
+from ktransformers.tokenizer.encoding import TextEncoder
 from tests.support.models.demo import DEMO_CHECKPOINT
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -102,16 +103,16 @@ def completion(prompt: Any, **fields: Any) -> dict[str, Any]:
 @contextmanager
 def waiting_tokenizer(patch: pytest.MonkeyPatch, is_long: Callable[[str], bool]) -> Iterator[threading.Event]:
     """Texts that are long wait for the event while they are tokenized, in whatever thread that is."""
-    go_on, encoding = threading.Event(), Tokenizer._ids
+    go_on, encoding = threading.Event(), TextEncoder._ids
 
-    def wait(self: Tokenizer, text: str, add_special_tokens: bool) -> Any:
+    def wait(self: TextEncoder, text: str, add_special_tokens: bool) -> Any:
         if is_long(text):
             assert threading.current_thread() is not threading.main_thread()
             assert go_on.wait(60)
         return encoding(self, text, add_special_tokens)
 
     with patch.context() as patched:
-        patched.setattr(Tokenizer, "_ids", wait)
+        patched.setattr(TextEncoder, "_ids", wait)
         try:
             yield go_on
         finally:
@@ -143,7 +144,7 @@ def test_long_texts_keep_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_what_no_prompt_can_hold_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(backend: CountingBackend, client: httpx.AsyncClient) -> None:
-        monkeypatch.setattr(Tokenizer, "_ids", lambda *_: pytest.fail("it was tokenized"))
+        monkeypatch.setattr(TextEncoder, "_ids", lambda *_: pytest.fail("it was tokenized"))
         text = " " * (CONTEXT * backend.model.tokenizer.max_token_chars + 1)
         for path, body in (
             (CHAT, chat(text)),
