@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 
 from ktransformers.errors import ConfigError
 
-__all__ = ["take_text_config", "text_config_of"]
+__all__ = ["num_heads_of", "take_text_config", "text_config_of"]
 
 
 def text_config_of(whole: PretrainedConfig) -> PretrainedConfig:
@@ -23,6 +23,11 @@ def text_config_of(whole: PretrainedConfig) -> PretrainedConfig:
             f"a {whole.model_type} model has none"
         )
     return text
+
+
+def num_heads_of(part: object) -> int:
+    """Return the heads of a tower's attention, by the tower's config; 0: it does not say."""
+    return int(getattr(part, "num_attention_heads", None) or getattr(part, "num_heads", None) or 0)
 
 
 def take_text_config(whole: PretrainedConfig, stored: Collection[str]) -> PretrainedConfig:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ktransformers.errors import MODULE_FAILURES, UnsupportedError, named_reason
+from ktransformers.models.composite import text_config_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -48,7 +49,7 @@ class PictureFamily:
     def of(cls, whole: PretrainedConfig) -> PictureFamily:
         """Return the facts of a composite's config. Raises UnsupportedError for a family whose pictures cannot be run
         as transformers runs them."""
-        text = whole.get_text_config(decoder=True)
+        text = text_config_of(whole)
         if isinstance(getattr(text, "moe_intermediate_size", None), list | tuple):
             raise UnsupportedError(
                 f"model type {whole.model_type} has experts of their own for pictures, which are not loaded"
@@ -79,7 +80,7 @@ def _sight(whole: PretrainedConfig) -> tuple[bool, bool, bool]:
     if make is None or not kinds:
         return False, False, False
     config = copy.deepcopy(whole)
-    for part in (config, config.get_text_config()):
+    for part in (config, text_config_of(config)):
         part._attn_implementation = "eager"
         if getattr(part, "sliding_window", None):
             part.sliding_window = _WINDOW

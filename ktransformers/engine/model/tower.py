@@ -26,7 +26,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.model.mtp_names import renamed_tensors
 from ktransformers.errors import TensorMismatchError, UnsupportedError, reason_of
 from ktransformers.kernels.types import QuantType
-from ktransformers.models.composite import text_config_of
+from ktransformers.models.composite import num_heads_of, text_config_of
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf.mmproj import composite_from_mmproj, projector_of
 from ktransformers.weights.conversion.checkpoint_names import CheckpointNames
@@ -156,10 +156,9 @@ def open_mmproj(whole: PretrainedConfig, file: GGUFModel) -> OpenedTower:
     """
     projector, model = projector_of(file.metadata), build_tower(whole)
     vision = model.config.vision_config
-    heads = getattr(vision, "num_attention_heads", None) or vision.num_heads
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     deepstack = getattr(vision, "deepstack_visual_indexes", None) or ()
-    tower = OpenedTower(model, MmprojSource(file, projector, shapes, heads, deepstack))
+    tower = OpenedTower(model, MmprojSource(file, projector, shapes, num_heads_of(vision), deepstack))
     tower.check()
     return tower
 

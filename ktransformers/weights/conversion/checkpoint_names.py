@@ -20,6 +20,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
+from ktransformers.models.composite import num_heads_of
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -225,8 +227,7 @@ def _is_for(operation: object, target: str) -> bool:
 def _dim(operation: object, config: object) -> int:
     if type(operation).__name__ != "PermuteForRope":
         return int(getattr(operation, "dim", 0))
-    part = getattr(config, getattr(operation, "subconfig_key", None) or "", config)
-    return int(getattr(part, "num_attention_heads", 0))
+    return num_heads_of(getattr(config, getattr(operation, "subconfig_key", None) or "", config))
 
 
 def _operation(operation: Any) -> str:
