@@ -197,7 +197,7 @@ def test_what_answers_in_no_text_is_refused() -> None:
     ],
 )
 def test_which_tensors_are_heads(stored: list[str], is_tied: bool) -> None:
-    """A composite with tied embeddings says so at the top; of a GGUF's tensors, the attention's outputs are no heads."""
+    """A composite with tied embeddings says so at the top; the attention's outputs are no heads."""
     whole = tiny_composite("gemma3", seed=1).config
     whole.tie_word_embeddings = True
     assert take_text_config(whole, stored).tie_word_embeddings is is_tied
