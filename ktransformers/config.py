@@ -25,6 +25,7 @@ __all__ = [
     "KV_TYPES",
     "SPARSE_ATTENTIONS",
     "EngineConfig",
+    "bundled_files",
     "bundled_model",
     "check_threads",
     "hot_slots",
@@ -114,6 +115,14 @@ def bundled_model(advice: str) -> Path:
             f"no model given and the bundled one is missing ({DEMO_MODEL_PATH} holds no *.gguf): {advice}"
         )
     return found[0]
+
+
+def bundled_files(advice: str) -> dict[str, Path]:
+    """Return gguf_path of the bundled model and model_path of the folder that holds its tower, processor and tokenizer.
+
+    Raises ConfigError like `bundled_model`.
+    """
+    return {"gguf_path": bundled_model(advice), "model_path": DEMO_MODEL_PATH / "vision"}
 
 
 def hot_slots(value: str) -> int | None:
