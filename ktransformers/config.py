@@ -117,12 +117,12 @@ def bundled_model(advice: str) -> Path:
     return found[0]
 
 
-def bundled_files(advice: str) -> dict[str, Path]:
-    """Return gguf_path of the bundled model and model_path of the folder that holds its tower, processor and tokenizer.
+def bundled_files(advice: str) -> tuple[Path, Path]:
+    """Return the path of the bundled model's GGUF, and of the folder with its tower, processor and tokenizer.
 
     Raises ConfigError like `bundled_model`.
     """
-    return {"gguf_path": bundled_model(advice), "model_path": DEMO_MODEL_PATH / "vision"}
+    return bundled_model(advice), DEMO_MODEL_PATH / "vision"
 
 
 def hot_slots(value: str) -> int | None:

@@ -372,7 +372,8 @@ def with_default_model(config: EngineConfig) -> EngineConfig:
     """Return `config`, or the bundled model's when it names none."""
     if config.model_path is not None or config.gguf_path is not None:
         return config
-    return replace(config, **bundled_files("pass --model_path (a folder) or --gguf_path (a file or folder)"))
+    gguf, folder = bundled_files("pass --model_path (a folder) or --gguf_path (a file or folder)")
+    return replace(config, model_path=folder, gguf_path=gguf)
 
 
 _SAMPLING: tuple[tuple[str, type, str], ...] = (

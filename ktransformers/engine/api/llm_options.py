@@ -190,7 +190,8 @@ def _files(model: PathLike | None, gguf_path: PathLike | None, model_path: PathL
         return locate_model(model)
     folder = model if model_path is None else model_path  # LLM("folder", "weights.gguf")
     if folder is None and gguf_path is None:
-        return LocatedModel(**bundled_files('name one, as in LLM("model.gguf")'))
+        gguf, eyes = bundled_files('name one, as in LLM("model.gguf")')
+        return LocatedModel(model_path=eyes, gguf_path=gguf)
     return LocatedModel(
         model_path=None if folder is None else Path(folder), gguf_path=None if gguf_path is None else Path(gguf_path)
     )
