@@ -19,7 +19,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
-from data import BLANK, Scene, Thing, describe
+from data import NOTHING, Scene, Thing, describe
 from PIL import Image, ImageDraw, ImageFont
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -164,7 +164,7 @@ def picture(rng: random.Random, scene: Scene) -> Image.Image:
 
 
 def cases(count: int, seed: str) -> list[tuple[str, Scene, str, str]]:
-    """`count` of each group: name, scene, question, and what the answer must hold."""
+    """`count` of each group: name, scene, question, and the answer."""
     rng = random.Random(f"evaluate/{seed}")
     out = []
 
@@ -178,7 +178,7 @@ def cases(count: int, seed: str) -> list[tuple[str, Scene, str, str]]:
             "colour",
             one,
             rng.choice(("What colour is the shape?", "What color is it?", f"What color is the {shape}?")),
-            f" {colour}.",
+            colour,
         )
         shape, colour = rng.choice(SHAPES), rng.choice(list(COLOURS))
         one = Scene((Thing(shape, colour),))
@@ -186,23 +186,22 @@ def cases(count: int, seed: str) -> list[tuple[str, Scene, str, str]]:
             "shape",
             one,
             rng.choice(("What shape is it?", "Which shape do you see?", "What shape is this?")),
-            f" {shape}.",
+            shape,
         )
         digit = Thing("digit", rng.choice(list(COLOURS)), rng.choice("0123456789"))
-        add("digit", Scene((digit,)), rng.choice(("Which digit do you see?", "What digit is this?")), f" {digit.text}.")
+        add("digit", Scene((digit,)), rng.choice(("Which digit do you see?", "What digit is this?")), digit.text)
         number = Thing("digit", rng.choice(list(COLOURS)), str(rng.randint(10, 99)))
-        add("number", Scene((number,)), rng.choice(("What number is this?", "Read the number.")), f" {number.text}.")
+        add("number", Scene((number,)), rng.choice(("What number is this?", "Read the number.")), number.text)
         one = Scene((Thing(rng.choice(SHAPES), rng.choice(list(COLOURS))),))
         add("description", one, rng.choice(("What is in the picture?", "Describe this image.")), describe(one))
         kinds, names = rng.sample(SHAPES, 3), rng.sample(list(COLOURS), 3)
         several = Scene(tuple(Thing(k, c) for k, c in zip(kinds, names, strict=True))[: rng.choice((2, 2, 3))])
         add("several", several, "What is in the picture?", describe(several))
-        words = {2: "two", 3: "three"}[len(several.things)]
-        add("count", several, "How many shapes?", f" {words} ")
+        add("count", several, "How many shapes?", str(len(several.things)))
         thing = rng.choice(several.things)
-        add("colour of several", several, f"What colour is the {thing.kind}?", f" {thing.colour}.")
+        add("colour of several", several, f"What colour is the {thing.kind}?", thing.colour)
         if len(out) % 5 == 0:
-            add("blank", Scene(()), "What is in the picture?", BLANK)
+            add("blank", Scene(()), "What is in the picture?", NOTHING)
     return out
 
 
@@ -233,8 +232,8 @@ def main() -> None:
         ids = model.generate(**inputs, max_new_tokens=40, do_sample=False)[:, inputs["input_ids"].shape[1] :]
         for index, (group, _, question, wanted, image) in enumerate(part):
             answer = processor.tokenizer.decode(ids[index], skip_special_tokens=True)
-            right[group].append(wanted in answer)
-            if options.wrong and wanted not in answer:
+            right[group].append(wanted == answer)
+            if options.wrong and wanted != answer:
                 options.wrong.mkdir(parents=True, exist_ok=True)
                 image.save(options.wrong / f"{at + index:04}.png")
                 print(f"{at + index:04} {group}: {question} | {answer} | not {wanted}", flush=True)

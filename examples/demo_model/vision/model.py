@@ -17,8 +17,9 @@ from transformers import InternVLConfig
 from transformers.models.internvl.modeling_internvl import InternVLModel
 
 IMAGE_SIZE, PATCH_SIZE = 96, 12
+LOCAL = 5  # layers that see what is where; those behind them bring it to all positions
 VISION = {
-    "model_type": "internvl_vision", "hidden_size": 128, "num_hidden_layers": 5, "num_attention_heads": 4, "intermediate_size": 384,
+    "model_type": "internvl_vision", "hidden_size": 128, "num_hidden_layers": 7, "num_attention_heads": 4, "intermediate_size": 384,
     "attention_bias": True, "image_size": [IMAGE_SIZE, IMAGE_SIZE], "patch_size": [PATCH_SIZE, PATCH_SIZE], "use_mean_pooling": True,
     "layer_scale_init_value": 1.0, "hidden_act": "gelu",
 }  # fmt: skip
@@ -40,8 +41,8 @@ def composite_config(text: dict, image_token_id: int) -> InternVLConfig:
 
 
 class Tower(nn.Module):
-    """Vision tower and projector of the composite under the names that it has for them, and heads for training: what the
-    picture holds, and what there is at each position."""
+    """Vision tower and projector of the composite under the names that it has for them, and heads for training, on what
+    the LOCAL-th layer makes: what the picture holds, and what there is at each position."""
 
     def __init__(self, config: InternVLConfig, label_sizes: tuple[int, ...], cell_sizes: tuple[int, ...]):
         super().__init__()
@@ -53,9 +54,12 @@ class Tower(nn.Module):
         self.vision_tower = whole.vision_tower.to_empty(device="cpu")
         self.multi_modal_projector = whole.multi_modal_projector.to_empty(device="cpu")
         self.label_sizes, self.cell_sizes = label_sizes, cell_sizes
-        self.cells = nn.Linear(config.text_config.hidden_size, sum(cell_sizes))
-        self.heads = nn.Linear(config.image_seq_length * config.text_config.hidden_size, sum(label_sizes))
+        size = 4 * config.vision_config.hidden_size  # four patches make a position
+        self.cells = nn.Linear(size, sum(cell_sizes))
+        self.heads = nn.Linear(config.image_seq_length * size, sum(label_sizes))
         self._start()
+        self._local: Tensor | None = None
+        self.vision_tower.encoder.layer[LOCAL - 1].register_forward_hook(self._keep)
 
     @torch.no_grad()
     def _start(self) -> None:
@@ -77,6 +81,9 @@ class Tower(nn.Module):
         for layer in self.vision_tower.encoder.layer:  # at first, each position attends to those that are like it
             layer.attention.q_proj.weight.mul_(0.7)
             layer.attention.k_proj.weight.copy_(layer.attention.q_proj.weight)
+        for layer in self.vision_tower.encoder.layer[LOCAL:]:  # change nothing at first
+            layer.attention.projection_layer.weight.zero_()
+            layer.mlp.fc2.weight.zero_()
         embeddings = self.vision_tower.embeddings
         side, size = IMAGE_SIZE // PATCH_SIZE, embeddings.position_embeddings.shape[-1]
         waves = torch.outer(torch.arange(side).float(), 0.05 ** (torch.arange(size // 4) / (size // 4)))
@@ -96,22 +103,29 @@ class Tower(nn.Module):
         convolution.weight.copy_(matrix.view_as(convolution.weight))
         convolution.bias.copy_(-matrix @ mean)
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        """`pixels [B, 3, 96, 96]` -> positions `[B, 16, H]`."""
-        return InternVLModel.get_image_features(
+    def _keep(self, layer: nn.Module, inputs: object, output: Tensor) -> None:
+        side = IMAGE_SIZE // PATCH_SIZE
+        patches = F.layer_norm(output[:, 1:].float(), output.shape[-1:]).unflatten(1, (side, side))
+        self._local = self.pixel_shuffle(patches, 0.5).flatten(1, 2)
+
+    def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """`pixels [B, 3, 96, 96]` -> positions `[B, 16, H]`, and what the heads see of them `[B, 16, 512]`."""
+        positions = InternVLModel.get_image_features(
             self, pixel_values=pixels, vision_feature_layer=-1, vision_feature_select_strategy="default"
         ).pooler_output
+        assert self._local is not None
+        return positions, self._local
 
     dtype = torch.float32
     pixel_shuffle = InternVLModel.pixel_shuffle
 
-    def cell_classes(self, positions: Tensor) -> tuple[Tensor, ...]:
+    def cell_classes(self, local: Tensor) -> tuple[Tensor, ...]:
         """Logits of each label of each position, `[B * 16, classes]`."""
-        return self.cells(positions.flatten(0, 1)).split(self.cell_sizes, dim=1)
+        return self.cells(local.flatten(0, 1)).split(self.cell_sizes, dim=1)
 
-    def classes(self, positions: Tensor) -> tuple[Tensor, ...]:
+    def classes(self, local: Tensor) -> tuple[Tensor, ...]:
         """Logits of each label."""
-        return self.heads(positions.flatten(1)).split(self.label_sizes, dim=1)
+        return self.heads(local.flatten(1)).split(self.label_sizes, dim=1)
 
     def checkpoint(self) -> dict[str, Tensor]:
         """What ships, without the heads, in BF16."""

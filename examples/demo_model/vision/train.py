@@ -22,26 +22,18 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 import torch.nn.functional as F
-from data import (
-    CELL_SIZES,
-    LABEL_SIZES,
-    PLACEHOLDER,
-    Sample,
-    cell_labels,
-    conversation,
-    encode,
-    labels,
-    with_placeholder,
-)
+from data import CELL_SIZES, LABEL_SIZES, PLACEHOLDER, Sample, cell_labels, conversation, encode, labels, load_tokenizer
 from draw import Place, Scene, draw_scene, random_scene
+from losses import answer_loss, cell_loss, class_loss
 from model import IMAGE_SIZE, FrozenLanguageModel, Tower, composite_config
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from table import load_table
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-FRESH, KEPT = 0.3, 8000  # share of pictures that are drawn anew; how many a process keeps for the others
+FRESH, KEPT = 0.8, 8000  # share of pictures that are drawn anew; how many a process keeps for the others
 GREY = (127, 127, 127)  # what LlavaImageProcessor pads with for a mean of 0.5
 
 
@@ -101,46 +93,6 @@ class Drawings(IterableDataset):
         return scene, pixels_of(image, squash), cell_labels(scene, spots_of(image, places, squash))
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """The checkpoint's tokenizer, with the placeholder."""
-    return Tokenizer.from_str(with_placeholder((folder / "tokenizer.json").read_text(encoding="utf-8")))
-
-
-def answer_loss(language: FrozenLanguageModel, positions: Tensor, samples: list[Sample], image_id: int) -> Tensor:
-    """Mean cross entropy of the answers' tokens."""
-    longest = max(len(one.ids) for one in samples)
-    ids = torch.zeros(len(samples), longest, dtype=torch.long)
-    said = torch.zeros(len(samples), longest, dtype=torch.bool)
-    for row, one in enumerate(samples):
-        ids[row, : len(one.ids)] = torch.tensor(one.ids)
-        said[row, : len(one.ids)] = torch.tensor(one.is_answer)
-    x = F.embedding(ids, language.embed).float()
-    x = x.masked_scatter((ids == image_id)[..., None], positions.float())
-    wanted = said[:, 1:]
-    rows = (torch.arange(len(samples))[:, None] * longest + torch.arange(longest - 1))[wanted]
-    return F.cross_entropy(language.logits(x, rows), ids[:, 1:][wanted])
-
-
-def class_loss(tower: Tower, positions: Tensor, targets: Tensor) -> tuple[Tensor, list[float]]:
-    """The heads' loss, and the share of right kinds, colours and digits."""
-    logits = tower.classes(positions)
-    loss = sum(F.cross_entropy(one.float(), targets[:, i]) for i, one in enumerate(logits))
-    right = torch.stack([one.argmax(-1) == targets[:, i] for i, one in enumerate(logits)], 1)
-    groups = (right[:, [0, 2, 4]], right[:, [1, 3, 5]], right[targets[:, 6] > 0][:, 6:])
-    return loss / len(logits), [group.all(1).float().mean().item() for group in groups]  # type: ignore[union-attr,return-value]
-
-
-def cell_loss(tower: Tower, positions: Tensor, cells: Tensor) -> Tensor:
-    """The loss of the positions' heads; positions with nothing count a fifth."""
-    flat = cells.flatten(0, 1)
-    weights = torch.where(flat[:, 0] > 0, 1.0, 0.2)
-    parts = [
-        F.cross_entropy(one.float(), flat[:, i], reduction="none")
-        for i, one in enumerate(tower.cell_classes(positions))
-    ]
-    return (torch.stack(parts).mean(0) * weights).sum() / weights.sum()
-
-
 class Run:
     """The tower, its optimizer, and what has been logged."""
 
@@ -155,6 +107,10 @@ class Run:
         else:
             drawings = Drawings(options.seed, 400, None)
             self.tower.whiten(next(iter(drawings))[0].float() / 127.5 - 1)
+        self.table = load_table(options.table) if options.table else None
+        if self.table is not None:
+            rng = random.Random("spread")
+            self.spread = self.table(torch.tensor([labels(random_scene(rng)) for _ in range(500)])).var(0).mean()
         self.tokenizer, self.began, self.saved = tokenizer, time.time(), time.time()
         named = dict(self.tower.named_parameters())
         inner = [p for name, p in named.items() if p.ndim == 2 and not name.startswith(("heads.", "cells."))]
@@ -180,10 +136,14 @@ class Run:
                 group["lr"] = peak * min(1.0, (step + 1) / 100) * falling
             pixels, targets, cells, samples = next(loader)
             with torch.autocast("cpu", torch.bfloat16):
-                positions = self.tower(pixels.float() / 127.5 - 1)
-                loss, right = class_loss(self.tower, positions.float(), targets)
-                local = cell_loss(self.tower, positions.float(), cells)
+                positions, seen = self.tower(pixels.float() / 127.5 - 1)
+                loss, right = class_loss(self.tower, seen, targets)
+                local = cell_loss(self.tower, seen, cells)
                 loss = loss + 2 * local
+                apart = torch.zeros(())
+                if self.table is not None:  # in shares of what differs between pictures
+                    apart = F.mse_loss(positions.float(), self.table(targets)) / self.spread
+                    loss = loss + options.near * apart
             spoken = torch.zeros(())
             if not is_warm_up:
                 spoken = self.answers(positions, samples)
@@ -195,8 +155,10 @@ class Run:
             for one in self.optimizers:
                 one.step()
             step += 1
-            means.append([loss.item(), spoken.item(), local.item(), *right])
+            means.append([loss.item(), spoken.item(), local.item(), apart.item(), *right])
             if step % 50 == 0:
+                if self.table is not None:  # table.py may run beside
+                    self.table = load_table(options.table)
                 self.log(is_warm_up, step, np.nanmean(means, 0))
                 means = []
         self.save()
@@ -219,7 +181,7 @@ class Run:
         return float(flat[-1])
 
     def log(self, is_warm_up: bool, step: int, means: np.ndarray) -> None:
-        names = ("loss", "answers", "cells", "kinds", "colours", "digits")
+        names = ("loss", "answers", "cells", "apart", "kinds", "colours", "digits")
         if self.rank:
             return
         line = {"phase": 1 if is_warm_up else 2, "step": step, "s": round(time.time() - self.began)}
@@ -263,6 +225,8 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--start", type=Path, help="tower.safetensors of an earlier run")
+    parser.add_argument("--table", type=Path, help="table.safetensors of table.py, whose rows the positions are to be")
+    parser.add_argument("--near", type=float, default=2.0, help="share of the distance from them in the loss")
     parser.add_argument("--warm_up_minutes", type=float, default=8)
     parser.add_argument("--minutes", type=float, default=25, help="after the warm-up")
     parser.add_argument("--batch", type=int, default=32, help="pictures of a process in a step")
