@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from tests.support.models.demo import DEMO_CHECKPOINT, DEMO_EYES
+from tests.support.models.demo import DEMO_CHECKPOINT, DEMO_EYES, demo_with_eyes
 
 EXAMPLE = DEMO_CHECKPOINT.parent
 IMAGE_TOKEN = "<|image_pad|>"
@@ -152,3 +152,34 @@ def test_export_writes_what_ships(tmp_path: Path) -> None:
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "whole", dtype=torch.float32)
     stored = load_file(DEMO_CHECKPOINT / "model.safetensors")
     assert torch.equal(model.get_input_embeddings().weight, stored["model.embed_tokens.weight"].float())
+
+
+def circle(draw: ImageDraw.ImageDraw) -> None:
+    draw.ellipse((200, 120, 440, 360), fill="red")
+
+
+def square(draw: ImageDraw.ImageDraw) -> None:
+    draw.rectangle((220, 140, 420, 340), fill="blue")
+
+
+def seven(draw: ImageDraw.ImageDraw) -> None:
+    draw.line([(240, 100), (400, 100), (300, 380)], fill="green", width=30, joint="curve")
+
+
+def test_it_sees(tmp_path: Path) -> None:
+    demo_with_eyes(tmp_path)
+    processor = AutoProcessor.from_pretrained(tmp_path)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
+    wanted = {
+        circle: "red circle",
+        square: "blue square",
+        seven: "green 7",
+    }
+    for drawn, answer in wanted.items():
+        image = Image.new("RGB", (640, 480), "white")
+        drawn(ImageDraw.Draw(image))
+        turn = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is in the picture?"}]}]
+        text = processor.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+        inputs = processor(images=image, text=text, return_tensors="pt")
+        ids = model.generate(**inputs, max_new_tokens=30, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        assert processor.tokenizer.decode(ids, skip_special_tokens=True) == answer

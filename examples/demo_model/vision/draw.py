@@ -63,7 +63,7 @@ def random_scene(rng: random.Random) -> Scene:
     roll = rng.random()
     if roll < 0.05:
         return Scene(())
-    if roll < 0.37:
+    if roll < 0.5:
         length = 1 if rng.random() < 0.72 else 2
         first = rng.choice("123456789" if length == 2 else "0123456789")
         text = first + ("" if length == 1 else rng.choice("0123456789"))
