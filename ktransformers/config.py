@@ -26,6 +26,7 @@ __all__ = [
     "SPARSE_ATTENTIONS",
     "TOWER_DEVICES",
     "EngineConfig",
+    "bundled_files",
     "bundled_model",
     "check_threads",
     "hot_slots",
@@ -118,6 +119,14 @@ def bundled_model(advice: str) -> Path:
             f"no model given and the bundled one is missing ({DEMO_MODEL_PATH} holds no *.gguf): {advice}"
         )
     return found[0]
+
+
+def bundled_files(advice: str) -> tuple[Path, Path]:
+    """Return the path of the bundled model's GGUF, and of the folder with its tower, processor and tokenizer.
+
+    Raises ConfigError like `bundled_model`.
+    """
+    return bundled_model(advice), DEMO_MODEL_PATH / "vision"
 
 
 def hot_slots(value: str) -> int | None:

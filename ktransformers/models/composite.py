@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 
 from transformers import PretrainedConfig
@@ -9,6 +10,8 @@ from transformers import PretrainedConfig
 from ktransformers.errors import ConfigError
 
 __all__ = ["num_heads_of", "take_text_config", "text_config_of"]
+
+_HEAD = re.compile(r"(.*\.)?lm_head\.weight|(.*language_model\.)?output\.weight")  # not attn_output.weight
 
 
 def text_config_of(whole: PretrainedConfig) -> PretrainedConfig:
@@ -38,6 +41,6 @@ def take_text_config(whole: PretrainedConfig, stored: Collection[str]) -> Pretra
     """
     text = text_config_of(whole)
     if text is not whole:
-        has_head = any(name.endswith(("lm_head.weight", "output.weight")) for name in stored)
+        has_head = any(_HEAD.fullmatch(name) for name in stored)
         text.tie_word_embeddings = bool(getattr(whole, "tie_word_embeddings", False)) and not has_head
     return text

@@ -21,7 +21,7 @@ OTHERS = {
     "ray and numactl": "address cpunodebind head membind num_cpus resources",
     "pytest": "exhaustive random_cases",
     "scripts of this repository": (
-        "backend check checkpoint count drafts gpus minutes skills smoke steps tokenizer weights"
+        "backend check checkpoint count drafts gpus minutes skills smoke steps table tokenizer weights whole"
     ),
     "benchmarks of this repository": "between_us drafter from kv_types peer_format streams texts tokens tune types",
     "vLLM, Claude Code, node": "enable_prompt_tokens_details preload from_file system_prompt",

@@ -184,3 +184,21 @@ def test_what_answers_in_no_text_is_refused() -> None:
 
     with pytest.raises(UnsupportedError, match="clip_text_model is no language model that answers in text"):
         build_skeleton(CLIPTextConfig())
+
+
+@pytest.mark.parametrize(
+    ("stored", "is_tied"),
+    [
+        (["token_embd.weight", "blk.0.attn_output.weight"], True),
+        (["model.layers.0.attention.output.weight"], True),
+        (["output.weight"], False),
+        (["lm_head.weight"], False),
+        (["language_model.lm_head.weight"], False),
+        (["language_model.output.weight"], False),
+    ],
+)
+def test_which_tensors_are_heads(stored: list[str], is_tied: bool) -> None:
+    """A composite with tied embeddings says so at the top; the attention's outputs are no heads."""
+    whole = tiny_composite("gemma3", seed=1).config
+    whole.tie_word_embeddings = True
+    assert take_text_config(whole, stored).tie_word_embeddings is is_tied

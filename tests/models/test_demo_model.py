@@ -12,7 +12,7 @@ from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import build_engine
 from ktransformers.kernels.cpu import available_isas
-from tests.support.models.demo import DEMO_CHECKPOINT, DEMO_GGUF
+from tests.support.models.demo import DEMO_CHECKPOINT, DEMO_EYES, DEMO_GGUF, demo_with_eyes
 
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
 QUESTIONS = [
@@ -78,3 +78,16 @@ def test_tokens_equal_transformers_on_the_bf16_model() -> None:
             prompt = torch.tensor([ours.prompt_token_ids])
             theirs = model.generate(prompt, max_new_tokens=GREEDY.max_tokens, do_sample=False)
             assert theirs[0, prompt.shape[1] :].tolist() == list(ours.token_ids), question
+
+
+@pytest.mark.parametrize("path", ["gguf", "safetensors"])
+def test_a_tower_changes_no_answer_to_text(path: str, tmp_path: Path, reference: list[tuple[int, ...]]) -> None:
+    """The composite's config, its tokenizer and its template, with the GGUF's weights and with the checkpoint's."""
+    if path == "gguf":
+        config = EngineConfig(model_path=DEMO_EYES, gguf_path=DEMO_GGUF, cpu_infer=1, cache_lens=512)
+        want = reference
+    else:
+        demo_with_eyes(tmp_path)
+        config = EngineConfig(model_path=tmp_path, cpu_infer=1, cache_lens=512)
+        want = answers(open_llm(DEMO_CHECKPOINT))
+    assert answers(LLM.from_engine(build_engine(config))) == want

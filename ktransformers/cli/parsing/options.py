@@ -29,7 +29,7 @@ from ktransformers.config import (
     SPECULATIVES,
     TOWER_DEVICES,
     EngineConfig,
-    bundled_model,
+    bundled_files,
 )
 from ktransformers.core import SamplingParams
 from ktransformers.errors import ConfigError
@@ -386,7 +386,8 @@ def with_default_model(config: EngineConfig) -> EngineConfig:
     """Return `config`, or the bundled model's when it names none."""
     if config.model_path is not None or config.gguf_path is not None:
         return config
-    return replace(config, gguf_path=bundled_model("pass --model_path (a folder) or --gguf_path (a file or folder)"))
+    gguf, folder = bundled_files("pass --model_path (a folder) or --gguf_path (a file or folder)")
+    return replace(config, model_path=folder, gguf_path=gguf)
 
 
 _SAMPLING: tuple[tuple[str, type, str], ...] = (

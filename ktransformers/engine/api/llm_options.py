@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, get_type_hints
 
-from ktransformers.config import EngineConfig, bundled_model, precision_fields
+from ktransformers.config import EngineConfig, bundled_files, precision_fields
 from ktransformers.engine.api.option_types import check_types
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.hub.locate import LocatedModel, locate_model, locate_path
@@ -192,7 +192,8 @@ def _files(model: PathLike | None, gguf_path: PathLike | None, model_path: PathL
         return locate_model(model)
     folder = model if model_path is None else model_path  # LLM("folder", "weights.gguf")
     if folder is None and gguf_path is None:
-        return LocatedModel(gguf_path=bundled_model('name one, as in LLM("model.gguf")'))
+        gguf, eyes = bundled_files('name one, as in LLM("model.gguf")')
+        return LocatedModel(model_path=eyes, gguf_path=gguf)
     return LocatedModel(
         model_path=None if folder is None else Path(folder), gguf_path=None if gguf_path is None else Path(gguf_path)
     )

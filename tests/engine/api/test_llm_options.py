@@ -12,7 +12,7 @@ from ktransformers.engine.api.async_llm import AsyncLLM
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.api.llm_options import LLMOptions, llm_options
 from ktransformers.errors import ConfigError, UnsupportedError
-from tests.support.models.demo import DEMO_CHECKPOINT
+from tests.support.models.demo import DEMO_CHECKPOINT, DEMO_EYES
 
 DEMO = next(iter(sorted(DEMO_MODEL_PATH.glob("*.gguf"))))
 
@@ -27,7 +27,7 @@ def test_where_the_model_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         return config.model_path, config.gguf_path
 
     folder = DEMO_CHECKPOINT
-    assert paths() == (None, DEMO)
+    assert paths() == (DEMO_EYES, DEMO)
     assert paths(str(DEMO)) == paths(DEMO) == paths(gguf_path=str(DEMO)) == (None, DEMO)
     assert paths(folder) == paths(model_path=str(folder)) == (folder, None)
     assert paths(folder, DEMO) == paths(model_path=folder, gguf_path=DEMO) == (folder, DEMO)
@@ -59,7 +59,14 @@ def test_vllms_keywords() -> None:
         trust_remote_code=True,
         seed=7,
     )
-    config = EngineConfig(gguf_path=DEMO, cache_lens=4096, chunk_size=100, use_cuda_graph=False, trust_remote_code=True)
+    config = EngineConfig(
+        model_path=DEMO_EYES,
+        gguf_path=DEMO,
+        cache_lens=4096,
+        chunk_size=100,
+        use_cuda_graph=False,
+        trust_remote_code=True,
+    )
     assert made == LLMOptions(config, max_batch_size=3, page_size=32, seed=7)
     assert options(max_model_len=None, max_num_batched_tokens=None, enforce_eager=False) == options()
     assert options(max_batch_size=3, page_size=32).page_size == 32
