@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
+from ktransformers import LLM
 from tests.support.models.demo import DEMO_CHECKPOINT, DEMO_EYES, demo_with_eyes
 
 EXAMPLE = DEMO_CHECKPOINT.parent
@@ -183,3 +184,16 @@ def test_it_sees(tmp_path: Path) -> None:
         inputs = processor(images=image, text=text, return_tensors="pt")
         ids = model.generate(**inputs, max_new_tokens=30, do_sample=False)[0, inputs["input_ids"].shape[1] :]
         assert processor.tokenizer.decode(ids, skip_special_tokens=True) == answer
+
+
+def test_the_engine_sees_what_transformers_sees() -> None:
+    """From the GGUF of the language model, with the tower of the folder beside it."""
+    with LLM(cpu_infer=1, self_check=False) as llm:
+        for drawn, answer in ((circle, "red circle"), (square, "blue square")):
+            image = Image.new("RGB", (640, 480), "white")
+            drawn(ImageDraw.Draw(image))
+            parts = [{"type": "image", "image": image}, {"type": "text", "text": "What is in the picture?"}]
+            (output,) = llm.chat([{"role": "user", "content": parts}], temperature=0.0)
+            assert output.text == answer
+        (output,) = llm.chat("What is 17 + 25?", temperature=0.0)
+        assert output.text == "17 + 25 = 42."

@@ -135,14 +135,18 @@ def open_model(config: EngineConfig, target: OpenedModel | None = None) -> Opene
     if gguf is not None:
         note_layout(hf_config, facts, gguf)
     model = build_skeleton(hf_config, config.trust_remote_code)
+    parameters = {name: parameter.shape for name, parameter in model.named_parameters()}
     source: WeightSource
     tower = None
     if gguf is not None:
         source, files = GGUFSource(gguf, facts), [file.path for file in gguf.files]
-        tower = None if projector is None else open_mmproj(whole, projector)
+        beside = None if projector is not None else _safetensors_beside(config, whole)
+        if projector is not None:
+            tower = open_mmproj(whole, projector)
+        elif beside is not None:
+            tower = _open_tower(config, whole, beside, SafetensorsSource(beside, facts, parameters), facts)
     else:
         assert stored is not None
-        parameters = {name: parameter.shape for name, parameter in model.named_parameters()}
         source, files = SafetensorsSource(stored, facts, parameters), [file.path for file in stored.files]
         tower = _open_tower(config, whole, stored, source, facts)
     check_parameters(model, source, shapes)
@@ -173,6 +177,15 @@ def _with_projector(
             raise type(error)(message) from error
         logger.warning("no pictures: %s", message)
         return whole, None
+
+
+def _safetensors_beside(config: EngineConfig, whole: PretrainedConfig) -> SafetensorsModel | None:
+    """The safetensors of the composite's folder that was given beside a GGUF, where pictures come: its tower may be
+    there. None: there are none."""
+    folder = config.model_path
+    if not config.wants_tower or folder is None or text_config_of(whole) is whole or not folder.is_dir():
+        return None
+    return open_safetensors(folder) if any(folder.glob("*.safetensors")) else None
 
 
 def _open_tower(
