@@ -161,7 +161,7 @@ def _with_projector(
     """The config of a GGUF's composite, and its projector file, opened; the language model's own, and None, where there
     is none, or with a line of the log, where nobody named the file, and it is not read. Raises UnsupportedError or
     FormatError for one that was."""
-    path = projector_path(config, gguf)
+    path = projector_path(config, gguf.files[0].path) if config.wants_tower else None
     if path is None:
         return whole, None
     try:
