@@ -58,22 +58,32 @@ def write_processor(folder: Path, processor: MmprojProcessor, tokenizer: Tokeniz
 
     Raises ConfigError where it has no vocabulary, or lacks a token that the processor writes for a picture.
     """
-    ids = {token: _id_of(token, tokenizer) for token in (processor.position, *processor.tokens)}
+    position = _position_of(processor, tokenizer)
+    lacking = [token for token in (position, *processor.tokens) if _id_of(token, tokenizer) is None]
+    if lacking:
+        raise ConfigError(f"its tokenizer has no {', '.join(lacking)}, which stand in a prompt for a picture")
     tokenizer.backend.save_pretrained(folder)
     kept = folder / "tokenizer_config.json"
+    named = {name: position if token == processor.position else token for name, token in processor.named.items()}
     files = {
-        "config.json": {"model_type": processor.model_type, _POSITION_FIELD: ids[processor.position]},
+        "config.json": {"model_type": processor.model_type, _POSITION_FIELD: _id_of(position, tokenizer)},
         "preprocessor_config.json": {**processor.image, "processor_class": processor.text["processor_class"]},
         "processor_config.json": processor.text,
-        kept.name: {**json.loads(kept.read_bytes()), **processor.named},
+        kept.name: {**json.loads(kept.read_bytes()), **named},
     }
     for name, values in files.items():
         (folder / name).write_text(json.dumps(values), encoding="utf-8")
 
 
-def _id_of(token: str, tokenizer: Tokenizer) -> int:
-    """The id of a token that texts are cut at, as the token of a position has to be."""
+def _position_of(processor: MmprojProcessor, tokenizer: Tokenizer) -> str:
+    """The token of a picture's positions, as far as this vocabulary has one."""
+    stand_in = processor.stand_in
+    if stand_in is None or _id_of(processor.position, tokenizer) is not None or _id_of(stand_in, tokenizer) is None:
+        return processor.position
+    return stand_in
+
+
+def _id_of(token: str, tokenizer: Tokenizer) -> int | None:
+    """The id of a token that texts are cut at; None: there is none."""
     ids = tokenizer.encode(token, add_special_tokens=False)
-    if len(ids) != 1:
-        raise ConfigError(f"its tokenizer has no {token}, which stands for a part of a picture")
-    return ids[0]
+    return ids[0] if len(ids) == 1 else None

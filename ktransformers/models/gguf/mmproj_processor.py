@@ -18,7 +18,8 @@ class MmprojProcessor:
 
     model_type: of a composite with such a tower. image, text: what preprocessor_config.json and processor_config.json
     would say. position: the token that stands in a prompt for each of a picture's positions. tokens: the others that
-    the processor writes. named: what it asks the tokenizer for, and which token that is.
+    the processor writes. named: what it asks the tokenizer for, and which token that is. stand_in: a token that no text
+    has, in the place of `position` where a vocabulary lacks that: the model sees neither.
     """
 
     model_type: str
@@ -27,6 +28,7 @@ class MmprojProcessor:
     position: str
     tokens: tuple[str, ...] = ()
     named: Mapping[str, str] = field(default_factory=dict)
+    stand_in: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class _Class:
     position: str
     tokens: tuple[str, ...] = ()
     named: Mapping[str, str] = field(default_factory=dict)
+    stand_in: str | None = None
 
 
 _QWEN = ("<|vision_start|>", "<|vision_end|>")
@@ -52,6 +55,7 @@ _CLASSES: Mapping[str, _Class] = {
         "<image_soft_token>",
         ("<start_of_image>", "<end_of_image>"),
         {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
+        "<unused0>",  # some files list the tokenizer's own 262,144 tokens, behind which it stands
     ),
     "llama4": _Class(
         "Llama4ImageProcessor",
@@ -91,7 +95,8 @@ def mmproj_processor(metadata: Mapping[str, object]) -> MmprojProcessor:
         **_image(kind, file),
     }
     text = {"processor_class": found.text, **_text(kind, file)}
-    return MmprojProcessor(PROJECTORS[kind][0][0], image, text, found.position, found.tokens, found.named)
+    tokens = found.position, found.tokens, found.named, found.stand_in
+    return MmprojProcessor(PROJECTORS[kind][0][0], image, text, *tokens)
 
 
 def _image(kind: str, file: Vision) -> Values:
