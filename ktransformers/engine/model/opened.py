@@ -163,6 +163,8 @@ def _with_projector(
     FormatError for one that was."""
     path = projector_path(config, gguf.files[0].path) if config.wants_tower else None
     if path is None:
+        if config.wants_tower:
+            logger.warning("no pictures: no projector file (mmproj-*.gguf) is beside %s", gguf.files[0].path)
         return whole, None
     try:
         projector = open_gguf(path)

@@ -129,8 +129,13 @@ def test_a_folder_with_both_is_one_model(tmp_path: Path) -> None:
     assert [file.name for file in found.files] == ["model.gguf"]
 
 
-def test_no_tower_is_wanted(tmp_path: Path) -> None:
-    assert opened(written("gemma3", tmp_path), tower_device="none").tower is None
+def test_no_tower_is_wanted_or_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = written("gemma3", tmp_path)
+    assert opened(path, tower_device="none").tower is None
+    assert "no pictures" not in caplog.text
+    (tmp_path / "mmproj-F32.gguf").unlink()
+    assert opened(path).tower is None
+    assert f"no pictures: no projector file (mmproj-*.gguf) is beside {path}" in caplog.text
 
 
 def test_which_of_several_is_taken(tmp_path: Path) -> None:
