@@ -6,6 +6,7 @@ Pictures(config) ── .config, with picture_folder ──> build ──> attac
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,8 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ktransformers.config import EngineConfig
+from ktransformers.engine.api.projector import projector_processor, write_processor
 from ktransformers.engine.sequence.picture_parts import SentPicture
-from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.errors import ConfigError, FormatError, UnsupportedError
 from ktransformers.media.picture import PictureReader, ReadPicture
 from ktransformers.media.reader import ChildReader
 from ktransformers.media.records import MediaItem
@@ -22,6 +24,8 @@ from ktransformers.media.store import PictureStore
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["Pictures", "why_no_pictures"]
+
+_log = logging.getLogger(__name__)
 
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _STAGED = "processor"
@@ -31,7 +35,18 @@ NO_TOWER = "it was loaded without a tower for pictures, as the log says"
 
 
 def why_no_pictures(config: EngineConfig) -> str | None:
-    """Return in words why a model's files say nothing about pictures; None when they do. Imports no torch."""
+    """Return in words why a model's files say nothing about pictures; None when they do. Reads headers only."""
+    why_not = _why_no_processor(config)
+    if why_not is None:
+        return None
+    try:
+        return why_not if projector_processor(config) is None else None
+    except (FormatError, UnsupportedError) as error:
+        return str(error)
+
+
+def _why_no_processor(config: EngineConfig) -> str | None:
+    """Why the model's folder has no processor of pictures; None when it has one."""
     folder = _folder(config)
     if folder is None or not (folder / "config.json").is_file():
         return "its folder holds no config.json of a model for images and text"
@@ -86,16 +101,28 @@ class Pictures:
             self.why_not = NO_TOWER
         if self.store is None or self.why_not is not None or folder is None:
             return
-        self.reader = ChildReader(self._staged(folder, tokenizer, self.store), self.store)
+        try:
+            staged = self._staged(folder, tokenizer, self.store)
+        except (ConfigError, FormatError) as error:
+            self.why_not = str(error)
+            _log.warning("no pictures: %s", error)
+            return
+        self.reader = ChildReader(staged, self.store)
         tokenizer.use_pictures(self.reader)
 
-    @staticmethod
-    def _staged(folder: Path, tokenizer: Tokenizer, store: PictureStore) -> Path:
-        """The folder of the processor: the model's own or, where its tokenizer is in another form (a GGUF file's,
-        tiktoken's), one with the tokenizer that the model was loaded with."""
+    def _staged(self, folder: Path, tokenizer: Tokenizer, store: PictureStore) -> Path:
+        """The folder of the processor: the model's own or, where it has none, or its tokenizer is in another form (a
+        GGUF file's, tiktoken's), one with the tokenizer that the model was loaded with. Raises ConfigError or
+        FormatError."""
+        made = store.folder / _STAGED
+        own_is_missing = _why_no_processor(self._given) is not None
+        processor = projector_processor(self._given) if own_is_missing else None
+        if processor is not None:
+            made.mkdir(mode=0o700, exist_ok=True)
+            write_processor(made, processor, tokenizer)
+            return made
         if (folder / "tokenizer.json").is_file():
             return folder
-        made = store.folder / _STAGED
         made.mkdir(mode=0o700, exist_ok=True)
         tokenizer.backend.save_pretrained(made)
         for path in folder.glob("*config.json"):

@@ -140,10 +140,11 @@ def open_model(config: EngineConfig, target: OpenedModel | None = None) -> Opene
     tower = None
     if gguf is not None:
         source, files = GGUFSource(gguf, facts), [file.path for file in gguf.files]
-        beside = None if projector is not None else _safetensors_beside(config, whole)
+        folder = _tower_folder(config, whole)
         if projector is not None:
             tower = open_mmproj(whole, projector)
-        elif beside is not None:
+        elif folder is not None:
+            beside = open_safetensors(folder)
             tower = _open_tower(config, whole, beside, SafetensorsSource(beside, facts, parameters), facts)
     else:
         assert stored is not None
@@ -165,8 +166,10 @@ def _with_projector(
     """The config of a GGUF's composite, and its projector file, opened; the language model's own, and None, where there
     is none, or with a line of the log, where nobody named the file, and it is not read. Raises UnsupportedError or
     FormatError for one that was."""
-    path = projector_path(config, gguf)
+    path = projector_path(config, gguf.files[0].path) if config.wants_tower else None
     if path is None:
+        if config.wants_tower and _tower_folder(config, whole) is None:
+            logger.warning("no pictures: no projector file (mmproj-*.gguf) is beside %s", gguf.files[0].path)
         return whole, None
     try:
         projector = open_gguf(path)
@@ -179,13 +182,13 @@ def _with_projector(
         return whole, None
 
 
-def _safetensors_beside(config: EngineConfig, whole: PretrainedConfig) -> SafetensorsModel | None:
-    """The safetensors of the composite's folder that was given beside a GGUF, where pictures come: its tower may be
-    there. None: there are none."""
+def _tower_folder(config: EngineConfig, whole: PretrainedConfig) -> Path | None:
+    """The composite's folder that was given beside a GGUF, where pictures come, and the tower may be in its
+    safetensors. None: there is none."""
     folder = config.model_path
     if not config.wants_tower or folder is None or text_config_of(whole) is whole or not folder.is_dir():
         return None
-    return open_safetensors(folder) if any(folder.glob("*.safetensors")) else None
+    return folder if any(folder.glob("*.safetensors")) else None
 
 
 def _open_tower(

@@ -129,10 +129,9 @@ def open_tower(
     return tower
 
 
-def projector_path(config: EngineConfig, gguf: GGUFModel) -> Path | None:
-    """Return the projector file of a GGUF where pictures come: the one that is named, or beside it; None: there is
-    none, or none is wanted."""
-    return (config.mmproj or mmproj_beside(gguf.files[0].path)) if config.wants_tower else None
+def projector_path(config: EngineConfig, path: Path) -> Path | None:
+    """Return the projector file of the GGUF at `path`: the one that is named, or beside it; None: there is none."""
+    return config.mmproj or mmproj_beside(path)
 
 
 def composite_of(whole: PretrainedConfig, gguf: GGUFModel, projector: GGUFModel) -> PretrainedConfig:

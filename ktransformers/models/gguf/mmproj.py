@@ -1,4 +1,4 @@
-"""The config of a composite, and the settings of its processor, from the metadata of llama.cpp's projector file.
+"""The config of a composite from the metadata of llama.cpp's projector file.
 
 The language model's part comes from its own GGUF; the file beside it has keys `clip.vision.*`. Projectors whose every
 tensor has a place here are in one table; others are refused by name.
@@ -14,40 +14,46 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from ktransformers.errors import FormatError, UnsupportedError, reason_of
 
-__all__ = ["PROJECTORS", "composite_from_mmproj", "mmproj_processor", "projector_of"]
+__all__ = ["PROJECTORS", "Vision", "composite_from_mmproj", "projector_of"]
 
 Values = dict[str, object]
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-class _Vision:
-    """Checked access to the keys of one file, and the shapes of its tensors."""
+class Vision:
+    """Checked access to the keys of one file, and the shapes of its tensors. Keys without `clip.vision.`; every method
+    raises FormatError for what is not there or of another kind."""
 
     def __init__(self, metadata: Mapping[str, object], shapes: Shapes):
         self.metadata, self.shapes = metadata, shapes
 
     def number(self, key: str, usual: int | None = None) -> int:
+        """Return a whole number above 0. usual: where the file says nothing."""
         value = self.metadata.get(f"clip.vision.{key}", usual)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
             raise FormatError(f"clip.vision.{key} is {value!r:.40}, and must be a number above 0")
         return value
 
     def real(self, key: str, usual: float) -> float:
+        """Return a number. usual: where the file says nothing."""
         value = self.metadata.get(f"clip.vision.{key}", usual)
         if not isinstance(value, float):
             raise FormatError(f"clip.vision.{key} is {value!r:.40}, and must be a number")
         return value
 
     def array(self, key: str) -> list[float]:
+        """Return the numbers of an array; none where the file says nothing."""
         found: list[float] = np.asarray(self.metadata.get(f"clip.vision.{key}", ())).ravel().tolist()
         return found
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
         if name not in self.shapes:
             raise FormatError(f"the projector file has no {name}")
         return tuple(self.shapes[name])
 
     def act(self, usual: str) -> str:
+        """Return the name of the activation."""
         if self.metadata.get("clip.use_silu"):
             return "silu"
         return "gelu" if self.metadata.get("clip.use_gelu") else usual
@@ -74,7 +80,7 @@ class _Vision:
         }
 
 
-def _qwen2vl(file: _Vision) -> tuple[Values, Values]:
+def _qwen2vl(file: Vision) -> tuple[Values, Values]:
     width = file.number("embedding_length")
     inner = math.prod(file.shape("v.blk.0.ffn_up.bias"))
     if inner == width:  # older converters wrote the two under each other's names
@@ -84,7 +90,7 @@ def _qwen2vl(file: _Vision) -> tuple[Values, Values]:
     return {**vision, "hidden_size": file.number("projection_dim")}, {}
 
 
-def _qwen25vl(file: _Vision) -> tuple[Values, Values]:
+def _qwen25vl(file: Vision) -> tuple[Values, Values]:
     step, depth = file.number("n_wa_pattern"), file.number("block_count")
     return {
         **file.of_qwen,
@@ -96,7 +102,7 @@ def _qwen25vl(file: _Vision) -> tuple[Values, Values]:
     }, {}
 
 
-def _qwen3vl(file: _Vision) -> tuple[Values, Values]:
+def _qwen3vl(file: Vision) -> tuple[Values, Values]:
     marks = file.array("is_deepstack_layers")
     return {
         **file.of_qwen,
@@ -108,7 +114,7 @@ def _qwen3vl(file: _Vision) -> tuple[Values, Values]:
     }, {}
 
 
-def _gemma3(file: _Vision) -> tuple[Values, Values]:
+def _gemma3(file: Vision) -> tuple[Values, Values]:
     size, patch = file.number("image_size"), file.number("patch_size")
     side = size // patch // file.number("projector.scale_factor", 4)
     vision = {**file.common, "image_size": size, "vision_use_head": False}
@@ -117,7 +123,7 @@ def _gemma3(file: _Vision) -> tuple[Values, Values]:
     }
 
 
-def _llama4(file: _Vision) -> tuple[Values, Values]:
+def _llama4(file: Vision) -> tuple[Values, Values]:
     inner = file.shape("mm.model.mlp.1.weight")[0]
     return {
         **file.common,
@@ -130,14 +136,14 @@ def _llama4(file: _Vision) -> tuple[Values, Values]:
     }, {}
 
 
-def _pixtral(file: _Vision) -> tuple[Values, Values]:
+def _pixtral(file: Vision) -> tuple[Values, Values]:
     vision = {**file.common, "image_size": file.number("image_size"), "hidden_act": file.act("gelu")}
     vision["head_dim"] = file.number("embedding_length") // file.number("attention.head_count")
     whole = {"spatial_merge_size": file.number("spatial_merge_size", 1)}
     return vision, {**whole, "multimodal_projector_bias": "mm.1.bias" in file.shapes, "vision_feature_layer": -1}
 
 
-def _internvl(file: _Vision) -> tuple[Values, Values]:
+def _internvl(file: Vision) -> tuple[Values, Values]:
     sides = {key: [file.number(key)] * 2 for key in ("image_size", "patch_size")}
     return {
         **file.common,
@@ -150,7 +156,7 @@ def _internvl(file: _Vision) -> tuple[Values, Values]:
     }, {"downsample_ratio": 1.0 / file.number("projector.scale_factor", 2)}
 
 
-def _kimik25(file: _Vision) -> tuple[Values, Values]:
+def _kimik25(file: Vision) -> tuple[Values, Values]:
     merge = file.number("projector.scale_factor", 2)
     side = math.isqrt(math.prod(file.shape("v.position_embd.weight")) // file.number("embedding_length"))
     vision = {**file.common, "pos_emb_height": side, "pos_emb_width": side, "merge_kernel_size": [merge, merge]}
@@ -160,7 +166,7 @@ def _kimik25(file: _Vision) -> tuple[Values, Values]:
     }
 
 
-_Read = Callable[[_Vision], tuple[Values, Values]]
+_Read = Callable[[Vision], tuple[Values, Values]]
 
 PROJECTORS: Mapping[str, tuple[tuple[str, ...], _Read]] = {
     "qwen2vl_merger": (("qwen2_vl",), _qwen2vl),
@@ -199,7 +205,7 @@ def composite_from_mmproj(
     UnsupportedError for projectors that are not read here, FormatError for metadata that make no config.
     """
     kinds, read = PROJECTORS[projector_of(metadata)]
-    vision, whole = read(_Vision(metadata, shapes))
+    vision, whole = read(Vision(metadata, shapes))
     kind, values = _fitting(kinds, text, sections)
     if kind.startswith(("qwen3_5", "qwen4")):
         vision.pop("deepstack_visual_indexes", None)
@@ -209,7 +215,7 @@ def composite_from_mmproj(
         )
     except Exception as error:  # whatever a config class does with values that do not fit each other
         raise FormatError(f"the projector file's metadata make no valid {kind} config: {reason_of(error)}") from error
-    width = _Vision(metadata, shapes).number("projection_dim", config.get_text_config().hidden_size)
+    width = Vision(metadata, shapes).number("projection_dim", config.get_text_config().hidden_size)
     if width != config.get_text_config().hidden_size:
         raise FormatError(
             f"the projector file is of a model that is {width} wide, and this one is "
@@ -238,52 +244,3 @@ def _fitting(kinds: tuple[str, ...], text: PretrainedConfig, sections: list[int]
         f"the projector file is of {', '.join(kinds)}, and the language model is a {text.model_type}; they do not "
         "belong together"
     )
-
-
-_PROCESSORS: Mapping[str, str] = {
-    "qwen2vl_merger": "Qwen2VLImageProcessor",
-    "qwen2.5vl_merger": "Qwen2VLImageProcessor",
-    "qwen3vl_merger": "Qwen2VLImageProcessor",
-    "gemma3": "Gemma3ImageProcessor",
-    "llama4": "Llama4ImageProcessor",
-    "pixtral": "PixtralImageProcessor",
-    "internvl": "GotOcr2ImageProcessor",
-    "kimik25": "Kimi_K25ImageProcessor",
-}
-
-
-def mmproj_processor(metadata: Mapping[str, object]) -> Values:
-    """Return what preprocessor_config.json would say of the pictures that a projector file's tower takes.
-
-    metadata: of the file. Raises UnsupportedError for projectors that are not read here, FormatError.
-    """
-    kind, file = projector_of(metadata), _Vision(metadata, {})
-    patch, size = file.number("patch_size"), file.number("image_size")
-    values: Values = {
-        "image_processor_type": _PROCESSORS[kind],
-        "image_mean": [float(each) for each in file.array("image_mean")] or [0.5] * 3,
-        "image_std": [float(each) for each in file.array("image_std")] or [0.5] * 3,
-        "do_convert_rgb": True,
-    }
-    if kind.startswith("qwen"):
-        merge = file.number("spatial_merge_size", 2)
-        least, most = (file.number(f"image_{end}_pixels", usual) for end, usual in _pixels(patch, merge))
-        values |= {"patch_size": patch, "merge_size": merge, "temporal_patch_size": 2}
-        return {**values, "size": {"shortest_edge": least, "longest_edge": most}}
-    if kind == "pixtral":
-        merge = file.number("spatial_merge_size", 1)
-        return {**values, "patch_size": patch, "spatial_merge_size": merge, "size": {"longest_edge": size}}
-    if kind == "kimik25":
-        return {**values, "patch_size": patch, "merge_size": file.number("projector.scale_factor", 2)}
-    values |= {"size": {"height": size, "width": size}}
-    if kind == "internvl":
-        least, most = file.number("preproc_min_tiles", 1), file.number("preproc_max_tiles", 12)
-        values |= {"crop_to_patches": True, "min_patches": least, "max_patches": most}
-    if kind == "gemma3":
-        values |= {"image_seq_length": (size // patch // file.number("projector.scale_factor", 4)) ** 2}
-    return values
-
-
-def _pixels(patch: int, merge: int) -> tuple[tuple[str, int], tuple[str, int]]:
-    """What llama.cpp bounds pictures to where the file does not say: 8 to 4096 positions."""
-    return ("min", 8 * (patch * merge) ** 2), ("max", 4096 * (patch * merge) ** 2)

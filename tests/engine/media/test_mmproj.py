@@ -18,7 +18,7 @@ from ktransformers.engine.model.opened import OpenedModel, open_model
 from ktransformers.engine.model.tower import open_mmproj
 from ktransformers.errors import ConfigError, FormatError, TensorMismatchError, UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
-from ktransformers.models.gguf.mmproj import composite_from_mmproj, mmproj_processor
+from ktransformers.models.gguf.mmproj import composite_from_mmproj
 from ktransformers.operators.exact import NativeMathMode
 from ktransformers.weights.gguf.file import open_gguf
 from ktransformers.weights.gguf.mmproj import mmproj_beside
@@ -129,8 +129,13 @@ def test_a_folder_with_both_is_one_model(tmp_path: Path) -> None:
     assert [file.name for file in found.files] == ["model.gguf"]
 
 
-def test_no_tower_is_wanted(tmp_path: Path) -> None:
-    assert opened(written("gemma3", tmp_path), tower_device="none").tower is None
+def test_no_tower_is_wanted_or_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = written("gemma3", tmp_path)
+    assert opened(path, tower_device="none").tower is None
+    assert "no pictures" not in caplog.text
+    (tmp_path / "mmproj-F32.gguf").unlink()
+    assert opened(path).tower is None
+    assert f"no pictures: no projector file (mmproj-*.gguf) is beside {path}" in caplog.text
 
 
 def test_which_of_several_is_taken(tmp_path: Path) -> None:
@@ -198,18 +203,3 @@ def test_a_language_model_without_sections(tmp_path: Path) -> None:
     shapes = {stored: tensor.shape for stored, tensor in file.tensors.items()}
     with pytest.raises(FormatError, match=r"rope\.dimension_sections"):
         composite_from_mmproj(file.metadata, shapes, tiny_config("qwen3"), [])
-
-
-@pytest.mark.parametrize("name", PROJECTOR_OF)
-def test_settings_of_the_processor(name: str, tmp_path: Path) -> None:
-    values = mmproj_processor(open_gguf(projector(name, tmp_path)).metadata)
-    assert values["image_mean"] == [0.5, 0.25, 0.125]
-    assert values["image_std"] == [0.5, 0.25, 0.75]
-    if name.startswith("qwen"):
-        patch = 16 if name.startswith("qwen3") else 14
-        assert values["image_processor_type"] == "Qwen2VLImageProcessor"
-        assert (values["patch_size"], values["merge_size"]) == (patch, 2)
-        assert values["size"] == {"shortest_edge": 8 * (2 * patch) ** 2, "longest_edge": 4096 * (2 * patch) ** 2}
-    if name == "gemma3":
-        assert values["size"] == {"height": 56, "width": 56}
-        assert values["image_seq_length"] == 4

@@ -8,7 +8,7 @@ dimensions of size 1 dropped.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import gguf
@@ -89,13 +89,15 @@ def write_gguf(
     arch: str | None = None,
     prediction_blocks: int = 0,
     sections: Sequence[int] = (),
+    vocabulary: Mapping[str, str | int | bool | list[str] | list[int]] | None = None,
 ) -> Path:
-    """Write `model` (config and weights, no tokenizer) to `path` and return the path of the file to open.
+    """Write `model` (config and weights) to `path` and return the path of the file to open.
 
     Matrices get the types asked for where their rows allow it, else Q8_0 or F16; routers, norms and biases stay F32.
     experts: "merged" (one tensor per projection), "single" (one per expert), "gate_up" (gate and up in one tensor).
     kv_b: "split" (attn_k_b, attn_v_b) or "whole" (attn_kv_b, as old files have it). arch: where several have the same
     model type. prediction_blocks: for multi-token prediction, behind the model's own. sections: of M-RoPE.
+    vocabulary: the metadata of its tokenizer; None: it has none.
     """
     config = model.config
     arch = arch or ARCH_OF[config.model_type]
@@ -105,6 +107,9 @@ def write_gguf(
         writer.add_rope_dimension_sections([*sections, 0])
     if pooling_type is not None:
         writer.add_pooling_type(pooling_type)
+    for key, value in (vocabulary or {}).items():
+        writer.kv_data[0].pop(key, None)
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     for name, values in gguf_tensors(model, experts=experts, kv_b=kv_b, arch=arch):
         is_expert = "_exps" in name or name.split(".")[-2].isdigit()
         qtype = experts_qtype if is_expert else dense_qtype

@@ -71,13 +71,18 @@ TOWERS = (*_GRIDS, "gemma3", "gemma4", "mistral3", "llama4", "internvl", "llava"
 
 
 def tiny_with_tower(
-    name: str, seed: int = 0, image_token: int = IMAGE_TOKEN, vocab_size: int | None = None
+    name: str,
+    seed: int = 0,
+    image_token: int = IMAGE_TOKEN,
+    vocab_size: int | None = None,
+    text_values: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """A composite with two layers of text and three of its tower, in fp32. vocab_size: None: the usual one."""
+    """A composite with two layers of text and three of its tower, in fp32. vocab_size: None: the usual one.
+    text_values: of its text config, beside the usual ones."""
     text_type, values = COMPOSITES.get(name, (_TEXTS.get(name, f"{name}_text"), {}))
     if name in ("qwen2_vl", "qwen2_5_vl"):
         values = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}}
-    text = tiny_config(text_type, **values).to_dict()
+    text = tiny_config(text_type, **{**values, **(text_values or {})}).to_dict()
     text["vocab_size"] = vocab_size or text["vocab_size"]
     vision = {"model_type": "gemma4_vision"} if name == "gemma4" else None
     config = CONFIG_MAPPING[name](text_config=text, **({} if vision is None else {"vision_config": vision}))

@@ -1,0 +1,136 @@
+"""transformers' processor of pictures, from the metadata of llama.cpp's projector file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ktransformers.models.gguf.mmproj import PROJECTORS, Vision, projector_of
+
+__all__ = ["MmprojProcessor", "mmproj_processor"]
+
+Values = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class MmprojProcessor:
+    """The processor of a projector file's pictures.
+
+    model_type: of a composite with such a tower. image, text: what preprocessor_config.json and processor_config.json
+    would say. position: the token that stands in a prompt for each of a picture's positions. tokens: the others that
+    the processor writes. named: what it asks the tokenizer for, and which token that is. stand_in: a token that no text
+    has, in the place of `position` where a vocabulary lacks that: the model sees neither.
+    """
+
+    model_type: str
+    image: Values
+    text: Values
+    position: str
+    tokens: tuple[str, ...] = ()
+    named: Mapping[str, str] = field(default_factory=dict)
+    stand_in: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Class:
+    """Of a type of projector: the classes of its processors, and their tokens. See MmprojProcessor."""
+
+    image: str
+    text: str
+    position: str
+    tokens: tuple[str, ...] = ()
+    named: Mapping[str, str] = field(default_factory=dict)
+    stand_in: str | None = None
+
+
+_QWEN = ("<|vision_start|>", "<|vision_end|>")
+_PAD = "<|image_pad|>"
+_CLASSES: Mapping[str, _Class] = {
+    "qwen2vl_merger": _Class("Qwen2VLImageProcessor", "Qwen2VLProcessor", _PAD, _QWEN),
+    "qwen2.5vl_merger": _Class("Qwen2VLImageProcessor", "Qwen2_5_VLProcessor", _PAD, _QWEN),
+    "qwen3vl_merger": _Class("Qwen2VLImageProcessor", "Qwen3VLProcessor", _PAD, _QWEN),
+    "gemma3": _Class(
+        "Gemma3ImageProcessor",
+        "Gemma3Processor",
+        "<image_soft_token>",
+        ("<start_of_image>", "<end_of_image>"),
+        {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
+        "<unused0>",  # some files list the tokenizer's own 262,144 tokens, behind which it stands
+    ),
+    "llama4": _Class(
+        "Llama4ImageProcessor",
+        "Llama4Processor",
+        "<|patch|>",
+        ("<|image|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
+    ),
+    "pixtral": _Class("PixtralImageProcessor", "PixtralProcessor", "[IMG]", ("[IMG_BREAK]", "[IMG_END]")),
+    "internvl": _Class(
+        "GotOcr2ImageProcessor",
+        "InternVLProcessor",
+        "<IMG_CONTEXT>",
+        ("<img>", "</img>"),
+        {
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",  # which some of its tokenizers lack, and no picture needs
+        },
+    ),
+    "kimik25": _Class("Kimi_K25ImageProcessor", "Kimi_K25Processor", "<|media_pad|>"),
+}
+
+
+def mmproj_processor(metadata: Mapping[str, object]) -> MmprojProcessor:
+    """Return the processor of the pictures that a projector file's tower takes.
+
+    metadata: of the file. Raises UnsupportedError for projectors that are not read here, FormatError.
+    """
+    kind, file = projector_of(metadata), Vision(metadata, {})
+    found = _CLASSES[kind]
+    image: Values = {
+        "image_processor_type": found.image,
+        "image_mean": file.array("image_mean") or [0.5] * 3,
+        "image_std": file.array("image_std") or [0.5] * 3,
+        "do_convert_rgb": True,
+        **_image(kind, file),
+    }
+    text = {"processor_class": found.text, **_text(kind, file)}
+    tokens = found.position, found.tokens, found.named, found.stand_in
+    return MmprojProcessor(PROJECTORS[kind][0][0], image, text, *tokens)
+
+
+def _image(kind: str, file: Vision) -> Values:
+    """Sizes of pictures."""
+    patch, size = file.number("patch_size"), file.number("image_size")
+    if kind.startswith("qwen"):
+        merge = file.number("spatial_merge_size", 2)
+        least, most = (file.number(f"image_{end}_pixels", usual) for end, usual in _pixels(patch, merge))
+        values: Values = {"patch_size": patch, "merge_size": merge, "temporal_patch_size": 2}
+        return {**values, "size": {"shortest_edge": least, "longest_edge": most}}
+    if kind == "pixtral":
+        return {"patch_size": patch, "size": {"longest_edge": size}}
+    if kind == "kimik25":
+        return {"patch_size": patch, "merge_size": file.number("projector.scale_factor", 2)}
+    values = {"size": {"height": size, "width": size}}
+    if kind == "internvl":
+        least, most = file.number("preproc_min_tiles", 1), file.number("preproc_max_tiles", 12)
+        values |= {"crop_to_patches": True, "min_patches": least, "max_patches": most}
+    return values
+
+
+def _text(kind: str, file: Vision) -> Values:
+    """What decides how many positions a picture has, where the image processor's settings do not."""
+    patch, size = file.number("patch_size"), file.number("image_size")
+    if kind == "pixtral":
+        return {"patch_size": patch, "spatial_merge_size": file.number("spatial_merge_size", 1)}
+    if kind == "llama4":
+        return {"patch_size": patch, "pixel_shuffle_ratio": 1.0 / file.number("projector.scale_factor", 2)}
+    if kind in ("gemma3", "internvl"):
+        scale = file.number("projector.scale_factor", 4 if kind == "gemma3" else 2)
+        return {"image_seq_length": (size // patch // scale) ** 2}
+    return {}
+
+
+def _pixels(patch: int, merge: int) -> tuple[tuple[str, int], tuple[str, int]]:
+    """What llama.cpp bounds pictures to where the file does not say: 8 to 4096 positions."""
+    return ("min", 8 * (patch * merge) ** 2), ("max", 4096 * (patch * merge) ** 2)
