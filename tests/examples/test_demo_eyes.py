@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import sys
@@ -16,7 +17,10 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from tests.support.models.demo import DEMO_CHECKPOINT, DEMO_EYES, demo_with_eyes
+from ktransformers.cli.parsing.options import with_default_model
+from ktransformers.cli.serve.serving import model_names
+from ktransformers.config import EngineConfig
+from tests.support.models.demo import DEMO_CHECKPOINT, DEMO_EYES, DEMO_GGUF, demo_with_eyes
 
 EXAMPLE = DEMO_CHECKPOINT.parent
 IMAGE_TOKEN = "<|image_pad|>"
@@ -183,3 +187,9 @@ def test_it_sees(tmp_path: Path) -> None:
         inputs = processor(images=image, text=text, return_tensors="pt")
         ids = model.generate(**inputs, max_new_tokens=30, do_sample=False)[0, inputs["input_ids"].shape[1] :]
         assert processor.tokenizer.decode(ids, skip_special_tokens=True) == answer
+
+
+def test_the_model_is_served_by_one_name() -> None:
+    config = with_default_model(EngineConfig())
+    assert (config.model_path, config.gguf_path) == (DEMO_EYES, DEMO_GGUF)
+    assert model_names(argparse.Namespace(model_name=[]), config) == (DEMO_GGUF.stem,)
