@@ -122,11 +122,13 @@ def bundled_model(advice: str) -> Path:
 
 
 def bundled_files(advice: str) -> tuple[Path, Path]:
-    """Return the path of the bundled model's GGUF, and of the folder with its tower, processor and tokenizer.
+    """Return the path of the bundled model's GGUF, and of the folder with its tower, processor and tokenizer, which has
+    the same name: a server names a model after both.
 
     Raises ConfigError like `bundled_model`.
     """
-    return bundled_model(advice), DEMO_MODEL_PATH / "vision"
+    gguf = bundled_model(advice)
+    return gguf, gguf.with_suffix("")
 
 
 def hot_slots(value: str) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import sys
@@ -17,7 +18,10 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from ktransformers import LLM
-from tests.support.models.demo import DEMO_CHECKPOINT, DEMO_EYES, demo_with_eyes
+from ktransformers.cli.parsing.options import with_default_model
+from ktransformers.cli.serve.serving import model_names
+from ktransformers.config import EngineConfig
+from tests.support.models.demo import DEMO_CHECKPOINT, DEMO_EYES, DEMO_GGUF, demo_with_eyes
 
 EXAMPLE = DEMO_CHECKPOINT.parent
 IMAGE_TOKEN = "<|image_pad|>"
@@ -197,3 +201,9 @@ def test_the_engine_sees_what_transformers_sees() -> None:
             assert output.text == answer
         (output,) = llm.chat("What is 17 + 25?", temperature=0.0)
         assert output.text == "17 + 25 = 42."
+
+
+def test_the_model_is_served_by_one_name() -> None:
+    config = with_default_model(EngineConfig())
+    assert (config.model_path, config.gguf_path) == (DEMO_EYES, DEMO_GGUF)
+    assert model_names(argparse.Namespace(model_name=[]), config) == (DEMO_GGUF.stem,)

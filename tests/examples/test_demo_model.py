@@ -88,11 +88,7 @@ def test_template_is_what_training_rendered() -> None:
 
 
 def test_shipped_files_are_small_and_agree() -> None:
-    assert {f.name for f in DEMO_MODEL_PATH.iterdir()} == {
-        "README.md",
-        DEMO_GGUF.name,
-        "vision",
-    }  # one copy in the wheel
+    assert {f.name for f in DEMO_MODEL_PATH.iterdir()} == {"README.md", DEMO_GGUF.name, DEMO_GGUF.stem}  # one copy
     assert (
         sum(f.stat().st_size for folder in (DEMO_MODEL_PATH, DEMO_CHECKPOINT) for f in folder.iterdir()) <= 42_000_000
     )

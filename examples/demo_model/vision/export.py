@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[1]
-OUT = DEMO.parents[1] / "ktransformers" / "assets" / "demo" / "vision"
+OUT = DEMO.parents[1] / "ktransformers" / "assets" / "demo" / "demo-Q4_K_M"
 # LLaVA's processor pads a picture to a square, where InternVL's own would squeeze or tile it.
 IMAGE_PROCESSOR = {
     "image_processor_type": "LlavaImageProcessor", "do_convert_rgb": True, "do_pad": True, "do_resize": True, "resample": 3,

@@ -16,7 +16,7 @@ DEMO_GGUF = next(iter(sorted(DEMO_MODEL_PATH.glob("*.gguf"))), DEMO_MODEL_PATH /
 # As Hugging Face stores a model: BF16 safetensors, configs, tokenizer, chat template.
 DEMO_CHECKPOINT = Path(__file__).resolve().parents[3] / "examples" / "demo_model" / "checkpoint"
 # A composite's folder without the language model's weights, which are the GGUF's.
-DEMO_EYES = DEMO_MODEL_PATH / "vision"
+DEMO_EYES = DEMO_GGUF.with_suffix("")
 
 
 def demo_with_eyes(folder: Path) -> None:
