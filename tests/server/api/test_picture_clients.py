@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx
 import ollama
 import openai
 import pytest
@@ -25,6 +28,24 @@ NUM_TOKENS = 24
 SIZES = ("--cache_lens", "2048")
 
 Client = Callable[[str, str, bool], str]
+
+
+def of_many(url: str, number: int) -> str:
+    """The answer to the request of a number: every third is about pictures of its own."""
+    urls = [f"data:image/png;base64,{base64.b64encode(one).decode()}" for one in pictures_of(number)]
+    content = [{"type": "image_url", "image_url": {"url": one}} for one in urls]
+    question = {"type": "text", "text": f"Question {number}. " * (number + 1)}
+    asked = {"messages": [{"role": "user", "content": [*content, question]}], "max_tokens": 40, "temperature": 0}
+    response = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=120)
+    assert response.status_code == 200, response.text
+    return str(response.json()["choices"][0]["message"]["content"])
+
+
+def pictures_of(number: int) -> list[bytes]:
+    if number % 3:
+        return []
+    images = [drawing(60 + 20 * number, 90 + 10 * number), drawing(100, 100, "blue")]
+    return [png(image) for image in images[: 1 + number % 2]]
 
 
 def of_chat(url: str, model: str, is_streamed: bool) -> str:
@@ -140,3 +161,10 @@ def test_usage_counts_pictures_and_a_second_turn_finds_the_first(seeing: ServerP
     with LLM(folder, cache_lens=2048, cpu_infer=1, self_check=False) as llm:
         params = SamplingParams(temperature=0, max_tokens=8)
         assert answers == [llm.chat(messages, params)[0].text for messages in (turns, turns_after)]
+
+
+def test_mixed_requests_at_once_get_what_each_gets_alone(seeing: ServerProcess) -> None:
+    with ThreadPoolExecutor(12) as threads:
+        together = list(threads.map(partial(of_many, seeing.url), range(12)))
+    assert together == [of_many(seeing.url, number) for number in range(12)]
+    assert len(set(together)) > 3
