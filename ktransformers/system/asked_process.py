@@ -3,7 +3,8 @@
     parent ── framed question ──> standard input       standard output ── framed answer ──> parent
               framed()                                                    read_frame()
 
-It is started when the first question comes, ended when an answer takes too long, and started again for the next one.
+It is started when the first question comes, ended when an answer takes too long, and started again for the next one,
+as it is when it has ended since the last.
 It has to end with its standard input, whatever it is doing.
 """
 
@@ -79,8 +80,9 @@ class AskedProcess:
     def _running(self) -> subprocess.Popen[bytes]:
         if self._pid != os.getpid():  # after a fork: the process answers the parent
             self.process, self._ends, self._pid = None, None, os.getpid()
-        if self.process is not None:
+        if self.process is not None and self.process.poll() is None:
             return self.process
+        self._close()  # one that ended between two questions died of neither
         process = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=self._env
         )

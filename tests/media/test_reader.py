@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,15 +83,29 @@ def test_low_detail_is_fewer_positions(tmp_path: Path) -> None:
     assert counts["low"] == 4 < counts["auto"] == counts["high"]
 
 
-def test_a_kill_ends_one_request(reader: ChildReader) -> None:
-    reader.read(png(10, 10))
+def kill_at(reader: ChildReader) -> subprocess.Popen[bytes]:
+    """End the process that runs. Returns it."""
+    reader.child.start()
     process = reader.child.process
     assert process is not None
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    with pytest.raises(ConfigError, match=r"the process that reads it ended \(signal 9\)"):
-        reader.read(png(11, 11))
+    return process
+
+
+def test_a_kill_between_two_requests_ends_none(reader: ChildReader) -> None:
+    process = kill_at(reader)
     assert reader.read(png(11, 11)).width == 11
+    assert reader.child.process is not process
+
+
+def test_a_kill_ends_one_request(reader: ChildReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess.Popen, "poll", lambda process: None)  # it dies of the question
+        process = kill_at(reader)
+        with pytest.raises(ConfigError, match=r"the process that reads it ended \(signal 9\)"):
+            reader.read(png(13, 13))
+    assert reader.read(png(13, 13)).width == 13
     assert reader.child.process is not process
 
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 pytest.importorskip("playwright.sync_api", reason="the page is driven by the package playwright")
 
+import httpx
 from playwright.sync_api import expect
 
+from ktransformers import LLM, SamplingParams
+from tests.engine.api.test_chat_with_pictures import drawing, folder_of, png
+from tests.support.pictures.speaking import let_speak
 from tests.support.servers.server_process import ServerProcess
+from tests.web.pictures import pick, previews
 from tests.web.steps import answers, button, say, whole
 
 if TYPE_CHECKING:
@@ -53,3 +59,25 @@ def test_a_chat_with_the_bundled_model(page: Page) -> None:
         page.goto(f"{server.url}/#/status")
         expect(page.get_by_role("heading", name="Status")).to_be_visible()
     assert violations == []
+
+
+def test_a_picture_reaches_a_model_with_a_tower(page: Page, tmp_path: Path) -> None:
+    folder = let_speak(folder_of("qwen3_vl", tmp_path / "tiny")[0])
+    picture, params = png(drawing()), SamplingParams(temperature=0, max_tokens=24)
+    content = [{"type": "image", "image": picture}, {"type": "text", "text": "What is this?"}]
+    with LLM(folder, cache_lens=2048, cpu_infer=1, self_check=False) as llm:
+        (expected,) = llm.chat([{"role": "user", "content": content}], params)
+    with ServerProcess(str(folder), "--backend_type", "ktransformers", "--cache_lens", "2048") as server:
+        page.goto(server.url)
+        expect(page.locator(".model-name")).to_have_text("tiny")
+        button(page, "Settings of this chat").click()
+        page.get_by_label("Temperature").fill("0")
+        page.get_by_label("Max. tokens").fill("24")
+        page.keyboard.press("Escape")
+        pick(page, "drawing.png", picture)
+        expect(previews(page)).to_have_count(1)
+        say(page, "What is this?")
+        whole(page)
+        assert httpx.get(f"{server.url}/v1/status").json()["pictures"]["read"] == 1
+        expect(page.locator(".figures")).to_contain_text("24 tokens")
+        expect(answers(page)).to_have_text(expected.text)

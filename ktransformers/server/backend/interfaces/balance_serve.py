@@ -135,9 +135,9 @@ class BalanceServeInterface(BackendInterfaceBase):
 
     @override
     async def start(self, progress: Progress | None = None) -> None:
-        described, files = await asyncio.to_thread(_described, self._config.engine)
         self._pictures = await asyncio.to_thread(picture_support, self._config.engine)
         config = replace(self._config, engine=self._pictures.config)
+        described, files = await asyncio.to_thread(_described, config.engine)  # with the tower that will be read
         self._supervisor = Supervisor(config, self._on_news, files, self._clock)
         facts = await self._supervisor.start(progress)
         engine = self._config.engine

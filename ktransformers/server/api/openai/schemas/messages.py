@@ -102,11 +102,11 @@ class ContentPart(History):
 
 
 def _kind(content: Any) -> str:
-    return "parts" if isinstance(content, list) else "text"
+    return "<parts>" if isinstance(content, list) else "<text>"
 
 
 Content = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[ContentPart], Field(fail_fast=True), Tag("parts")],
+    Annotated[str, Tag("<text>")] | Annotated[list[ContentPart], Field(fail_fast=True), Tag("<parts>")],
     Discriminator(_kind),  # an error is then about the one that was meant
 ]
 
