@@ -8,10 +8,12 @@ __all__ = ["Answer", "Fault", "ProcessorOpened", "Question", "Read", "Setup"]
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """The first question. folder: of the model's processor. store: where files of pictures go."""
+    """The first question. folder: of the model's processor. store: where files of pictures go. tower: goes into the
+    digests of pictures, see ChildReader."""
 
     folder: str
     store: str
+    tower: bytes = b""
 
 
 class Question(msgspec.Struct, frozen=True):

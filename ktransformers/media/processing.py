@@ -55,9 +55,11 @@ class _NoVideos(dict[str, object]):
 
 
 class Processor:
-    """The processor in a model's folder. Code that comes with the model is not run. Raises ConfigError."""
+    """The processor in a model's folder. Code that comes with the model is not run. tower: see ChildReader. Raises
+    ConfigError."""
 
-    def __init__(self, folder: Path, note: Callable[[str], None]):
+    def __init__(self, folder: Path, note: Callable[[str], None], tower: bytes = b""):
+        self._tower = tower
         prepare_torchvision()
         with _quiet():
             self._processor = _load(folder)
@@ -98,7 +100,7 @@ class Processor:
         tensors = {name: _tensor(name, value) for name, value in made.items() if name not in _OF_TEXT}
         if not num_positions or not tensors:
             raise ConfigError(f"{type(self._processor).__name__} makes no positions of a picture")
-        return Processed(tensors, _digest(parts[1], tensors), parts[1], num_positions)
+        return Processed(tensors, _digest(self._tower, parts[1], tensors), parts[1], num_positions)
 
     def _settings(self, detail: str) -> dict[str, object]:
         """What `detail` changes of the image processor's own settings, where it has them."""
@@ -174,10 +176,10 @@ def _position_ids(folder: Path, processor: Any) -> frozenset[int]:
     raise ConfigError(f"{folder}: neither config nor processor names the token of a picture's positions")
 
 
-def _digest(text: str, tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """32 bytes of the text, and of the tensors with their names, types and shapes: all that decides what the tower
-    makes of a picture, and how many positions it has."""
-    made = blake2b(text.encode(), digest_size=32)
+def _digest(tower: bytes, text: str, tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """32 bytes of the tower, of the text, and of the tensors with their names, types and shapes: all that decides what
+    the tower makes of a picture, and how many positions it has."""
+    made = blake2b(tower + text.encode(), digest_size=32)
     for name, tensor in sorted(tensors.items()):
         made.update(f"\0{name} {tensor.dtype} {list(tensor.shape)}\0".encode())
         made.update(tensor.reshape(-1).view(torch.uint8).numpy().data)

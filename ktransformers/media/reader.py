@@ -30,11 +30,15 @@ _MOST_KNOWN = 4096
 
 class ChildReader:
     """A PictureReader for the processor in `folder`, whose pictures go to `store`, which it closes. The child process
-    starts with the first picture. Any thread may call it."""
+    starts with the first picture. Any thread may call it.
 
-    def __init__(self, folder: Path, store: PictureStore):
+    tower: what is known of a tower whose weights are not the model's own files; keys and values of the same picture are
+    kept apart by it, in this process and in files.
+    """
+
+    def __init__(self, folder: Path, store: PictureStore, tower: bytes = b""):
         self.store = store
-        opening = msgspec.msgpack.encode(Setup(str(folder), str(store.folder)))
+        opening = msgspec.msgpack.encode(Setup(str(folder), str(store.folder), tower))
         self.child = AskedProcess(spawn_code("ktransformers.media.reader_process"), opening, _START_SECONDS)
         self._lock = threading.Lock()
         self._opened: ProcessorOpened | Fault | None = None

@@ -51,7 +51,7 @@ def _answers(questions: queue.SimpleQueue[bytes]) -> Iterator[Answer]:
     try:
         from ktransformers.media.processing import Processor
 
-        processor = Processor(Path(setup.folder), notes.append)
+        processor = Processor(Path(setup.folder), notes.append, setup.tower)
     except (ConfigError, ImportError) as error:
         yield Fault(str(error))
         return

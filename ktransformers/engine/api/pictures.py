@@ -11,10 +11,12 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.api.projector import projector_processor, write_processor
+from ktransformers.engine.api.projector import gguf_of, projector_processor, write_processor
+from ktransformers.engine.model.tower import projector_path
 from ktransformers.engine.sequence.picture_parts import SentPicture
 from ktransformers.errors import ConfigError, FormatError, UnsupportedError
 from ktransformers.media.picture import PictureReader, ReadPicture
@@ -72,6 +74,19 @@ def _folder(config: EngineConfig) -> Path | None:
     return None if path is None else Path(path) if Path(path).is_dir() else Path(path).parent
 
 
+def _tower_key(config: EngineConfig) -> bytes:
+    """What tells the tower of a GGUF from another one: names, sizes and times of the files beside it that may hold its
+    weights. Nothing of safetensors, among which a model's identity knows the tower's."""
+    path = gguf_of(config)
+    if path is None:
+        return b""
+    folder, projector = _folder(config), projector_path(config, path)
+    found = [] if projector is None else [projector]
+    found += [] if folder is None else sorted(folder.glob("*.safetensors"))
+    states = ((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in found)
+    return blake2b(repr(list(states)).encode(), digest_size=32).digest()
+
+
 def _own_folder(config: EngineConfig) -> Path | None:
     """The folder that a store is to have, which is there then; None: one that goes with the store."""
     if config.picture_folder is not None:
@@ -107,7 +122,7 @@ class Pictures:
             self.why_not = str(error)
             _log.warning("no pictures: %s", error)
             return
-        self.reader = ChildReader(staged, self.store)
+        self.reader = ChildReader(staged, self.store, _tower_key(self._given))
         tokenizer.use_pictures(self.reader)
 
     def _staged(self, folder: Path, tokenizer: Tokenizer, store: PictureStore) -> Path:

@@ -17,7 +17,7 @@ from ktransformers.tokenizer.tokenizer import Tokenizer
 from ktransformers.weights.gguf.file import gguf_files, open_gguf
 from ktransformers.weights.loader import weight_format
 
-__all__ = ["projector_processor", "write_processor"]
+__all__ = ["gguf_of", "projector_processor", "write_processor"]
 
 _POSITION_FIELD = "image_token_id"
 
@@ -28,7 +28,7 @@ def projector_processor(config: EngineConfig) -> MmprojProcessor | None:
     Reads headers of the projector only. Raises FormatError, or UnsupportedError for projectors that are not read here;
     both name the file.
     """
-    path = _gguf_of(config)
+    path = gguf_of(config)
     projector = None if path is None else projector_path(config, path)
     if projector is None:
         return None
@@ -38,7 +38,7 @@ def projector_processor(config: EngineConfig) -> MmprojProcessor | None:
         raise type(error)(str(error) if str(projector) in str(error) else f"{projector}: {error}") from error
 
 
-def _gguf_of(config: EngineConfig) -> Path | None:
+def gguf_of(config: EngineConfig) -> Path | None:
     """The first GGUF file of a model; None for one of safetensors, or that is not there."""
     given = config.gguf_path or config.model_path
     if given is None:

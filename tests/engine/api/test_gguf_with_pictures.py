@@ -14,7 +14,7 @@ from transformers.utils import is_torchvision_available
 
 from ktransformers import LLM
 from ktransformers.config import EngineConfig
-from ktransformers.engine.api.pictures import Pictures, why_no_pictures
+from ktransformers.engine.api.pictures import Pictures, _tower_key, why_no_pictures
 from ktransformers.engine.api.projector import write_processor
 from ktransformers.engine.media.encoder import TowerEncoder
 from ktransformers.engine.media.towers import TowerPlace, load_tower
@@ -213,3 +213,19 @@ def test_which_ggufs_read_pictures(tmp_path: Path) -> None:
     assert str(why_not).startswith(f"{projector}: projectors of type 'ldpv2' are not read here; ")
     projector.write_bytes(b"GGUF")
     assert str(projector) in str(why_no_pictures(EngineConfig(gguf_path=path, mmproj=projector)))
+
+
+def test_pictures_of_another_projector_are_others(tmp_path: Path) -> None:
+    """Their keys and values in files would be taken for the same."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.gguf").write_bytes(b"GGUF")
+    projector = folder / "mmproj-model.gguf"
+    projector.write_bytes(b"GGUF")
+    config = EngineConfig(gguf_path=folder / "model.gguf")
+    first = _tower_key(config)
+    assert first == _tower_key(config) != b""
+    projector.write_bytes(b"GGUF of more bytes")
+    assert _tower_key(config) != first
+    (folder / "model.gguf").rename(folder / "model.safetensors")
+    assert _tower_key(EngineConfig(model_path=folder)) == b""
