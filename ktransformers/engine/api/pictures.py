@@ -37,7 +37,10 @@ NO_TOWER = "it was loaded without a tower for pictures, as the log says"
 
 
 def why_no_pictures(config: EngineConfig) -> str | None:
-    """Return in words why a model's files say nothing about pictures; None when they do. Reads headers only."""
+    """Return in words why a model is not to read pictures, or its files say nothing about them; None when it is. Reads
+    headers only."""
+    if config.tower_device == "none":
+        return "--tower_device none leaves its tower out"
     why_not = _why_no_processor(config)
     if why_not is None:
         return None
