@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
 from ktransformers.cli.chat.commands import bound_command
@@ -18,7 +19,10 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.api.pictures import Pictures
+from ktransformers.engine.media.family import PictureFamily
+from ktransformers.engine.media.features import PictureFeatures
 from ktransformers.media.fetching import data_of
+from ktransformers.media.picture import ReadPicture
 from ktransformers.tokenizer.loading import load_tokenizer
 from tests.cli.test_chat_commands import Recorder, Script
 from tests.support.engines.fake_runner import FakeEngine, FakeRunner, scripted_logits
@@ -28,6 +32,29 @@ from tests.support.pictures.folders import FAMILIES, LocalReader, write_folder
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("qwen3_vl"), "qwen3_vl", FAMILIES["qwen3_vl"])
+
+
+class Encoder:
+    """A tower whose rows nobody looks at. reader: who knows how many each picture has."""
+
+    family = PictureFamily(token_id=0)
+
+    def __init__(self, reader: LocalReader):
+        self.counts = dict[bytes, int]()
+        read = reader.read
+
+        def noted(data: bytes, detail: str | None = None) -> ReadPicture:
+            made = read(data, detail)
+            self.counts[made.digest] = made.num_positions
+            return made
+
+        reader.read = noted  # type: ignore[method-assign]
+
+    def features(self, digest: bytes) -> PictureFeatures:
+        return PictureFeatures(torch.zeros(self.counts[digest], 1))
+
+    def positions(self, token_ids: object, media: object) -> None:
+        return None
 
 
 class Room:
@@ -45,6 +72,7 @@ class Room:
             pictures.why_not = "its files hold no tower"
         runner = FakeRunner(scripted_logits(tokenizer, lambda prompt: "seen"), tokenizer.vocab_size, 4096)
         engine: Any = FakeEngine(runner, tokenizer)
+        engine.executor.pictures = Encoder(local) if reads else None
         self.llm = LLM.from_engine(engine)
         self.llm._take(self.llm._batches, pictures, None)
         self.view, self.source = Recorder(), Script()

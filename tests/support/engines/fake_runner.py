@@ -173,6 +173,7 @@ class FakeEngine:
 
     identity: Any = None
     tiers = None
+    pictures: Any = "a tower"  # for models whose files speak of pictures
 
     def __init__(self, runner: FakeRunner, tokenizer: Tokenizer, *, page_size: int = 16, **config: Any):
         self.runner, self.tokenizer, self.description = runner, tokenizer, "fake"
