@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import select
 import signal
 from collections.abc import Callable, Iterator
 from itertools import takewhile
@@ -61,7 +62,10 @@ def kill_child(process: ServerProcess, module: str) -> None:
     threads = Path(f"/proc/{process.process.pid}/task").glob("*/children")
     children = sorted(int(pid) for thread in threads for pid in thread.read_text().split())
     pid = next(pid for pid in children if module in Path(f"/proc/{pid}/cmdline").read_text())
+    end = os.pidfd_open(pid)
     os.kill(pid, signal.SIGKILL)
+    select.select([end], [], [])  # what is asked before it has ended ends with it
+    os.close(end)
 
 
 def test_the_engine_and_what_decodes_are_killed(folder: Path) -> None:

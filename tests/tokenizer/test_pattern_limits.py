@@ -86,9 +86,7 @@ def test_a_pattern_of_ones_own_gives_the_same_ids(caplog: pytest.LogCaptureFixtu
     assert process is not None
     process.kill()  # by whoever kills for want of memory
     process.wait()
-    with pytest.raises(ConfigError, match="its process died"):
-        ours.encode("a text")
-    assert ours.encode("a text") == tokenizer.encode("a text").ids
+    assert ours.encode("a text") == tokenizer.encode("a text").ids  # by another one
     ours._encoder.timed.close()
 
 

@@ -259,7 +259,7 @@ def test_why_an_answer_ended(claude: anthropic.Anthropic) -> None:
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]},
-            r"messages\[0\].content\[0\].source: no support for images",
+            r"messages\[0\].content\[0\].source: it is neither a URL nor base64",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "url", "url": "x"}}]}]},

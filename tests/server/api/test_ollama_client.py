@@ -189,7 +189,7 @@ def test_what_is_said_of_the_model(ollama_client: ollama.Client) -> None:
     assert running.expires_at > datetime.now(UTC)
     for name in ("demo", "demo:latest"):
         shown = ollama_client.show(name)
-        assert shown.capabilities == ["completion", "tools", "thinking"]
+        assert shown.capabilities == ["completion", "tools", "thinking", "vision"]
         assert shown.modelinfo["general.architecture"] == "qwen3moe"
         assert shown.modelinfo["qwen3moe.context_length"] == 2048
         assert shown.modelinfo["qwen3moe.expert_count"] == 16
@@ -338,7 +338,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/api/chat", {"top_logprobs": 3}, "logprobs"),
     ("/api/generate", {"suffix": "b"}, "suffix"),
     ("/api/generate", {"template": "{{ .Prompt }}"}, "raw"),
-    ("/api/generate", {"images": ["aGk="]}, "text"),
+    ("/api/generate", {"images": ["aGk="]}, "these 2 bytes are no picture"),
     ("/api/generate", {"context": [1, 2]}, "/api/chat"),
     ("/api/generate", {"raw": True, "system": "b"}, "system"),
     ("/api/chat", {"format": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}}, "$ref: each value needs"),
