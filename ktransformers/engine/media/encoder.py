@@ -45,6 +45,7 @@ class TowerEncoder:
         self._host = picture_host(tower.model)
         self._width = int(text_config_of(tower.model.config).hidden_size)
         self._names = _tensor_names(self._host)
+        self._of_config = _named_in_config(self._host)
         self._rope = RopeIndex(self._host)
         self._kept: OrderedDict[bytes, PictureFeatures] = OrderedDict()
 
@@ -92,7 +93,7 @@ class TowerEncoder:
                 stack.enter_context(NativeMathMode(self._pool))
             if projector is not None:
                 stack.callback(projector.register_forward_hook(lambda module, *_: ran.append(module)).remove)
-            output = getattr(self._host, FEATURES)(**given, return_dict=True)
+            output = getattr(self._host, FEATURES)(**given, **self._of_config, return_dict=True)
             hidden = _of_output(output)
             if projector is not None and not ran:  # Llama 4's composite calls it outside of that
                 hidden = projector(_rows(hidden))
@@ -111,6 +112,20 @@ def _tensor_names(host: torch.nn.Module) -> frozenset[str]:
     """Names of tensors that a composite takes: its `get_image_features`, or its forward, which hands more down."""
     functions = (getattr(type(host), FEATURES), type(host).forward)
     return frozenset(name for function in functions for name in inspect.signature(function).parameters)
+
+
+def _named_in_config(host: torch.nn.Module) -> dict[str, object]:
+    """Arguments without a default that a composite's `get_image_features` wants handed what its config says: Llama 4's,
+    in transformers 5.17.
+    """
+    config = host.config
+    wanted = [
+        parameter.name
+        for parameter in inspect.signature(getattr(type(host), FEATURES)).parameters.values()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.default is parameter.empty
+    ]
+    places = config, getattr(config, "vision_config", None)
+    return {name: getattr(place, name) for place in reversed(places) for name in wanted if hasattr(place, name)}
 
 
 def _of_output(output: object) -> object:
