@@ -28,7 +28,7 @@ from tests.support.models.tiny_models import NUM_EXPERTS
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 LENGTH = 150  # more than two chunks of the chunked scans
-ALL = {"num_experts_per_tok": NUM_EXPERTS, "num_experts_per_token": NUM_EXPERTS}
+ALL = {"num_experts_per_tok": NUM_EXPERTS, "num_experts_per_token": NUM_EXPERTS, "n_group": 1, "topk_group": 1}
 """Every token takes every expert, but where a family knows one only: a near tie in a router would change a state, and
 with it all that follows."""
 

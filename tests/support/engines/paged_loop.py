@@ -115,6 +115,7 @@ def scheduler_config(engine: Engine, **changes: object) -> SchedulerConfig:
     values: dict[str, object] = {
         "num_pages": engine.cache.num_pages,
         "page_size": engine.cache.page_size,
+        "num_states": engine.cache.num_states,
         "chunk_size": 16,
         "max_batch_size": 4,
         "vocab_size": engine.model.vocab_size,
