@@ -122,6 +122,10 @@ class Plan:
         empty = dict.fromkeys(self.machine.devices, 0)
         return _sum_by_device([empty, self.weight_bytes, *self.extra_bytes.values()])
 
+    def with_extra(self, what: str, nbytes: Mapping[str, int]) -> Plan:
+        """Return the plan with bytes of something else, by device, besides what it holds."""
+        return replace(self, extra_bytes={**self.extra_bytes, what: nbytes})
+
     @property
     def gpu_bytes(self) -> int:
         """Bytes of total_bytes that the GPUs hold."""

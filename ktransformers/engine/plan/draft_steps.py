@@ -1,12 +1,16 @@
-"""Says whether steps with draft tokens are replayed on GPUs, as far as that is known before a model is loaded."""
+"""What is known before a model is loaded of drafting on GPUs: whether its steps are replayed, and where it can be."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
+from ktransformers.cache.paged import LayerShape
 from ktransformers.config import EngineConfig
+from ktransformers.engine.model.assistant import lenders_of
+from ktransformers.engine.model.opened import OpenedModel
+from ktransformers.errors import UnsupportedError
 
-__all__ = ["why_drafts_run_eagerly"]
+__all__ = ["check_lenders", "why_drafts_run_eagerly"]
 
 
 def why_drafts_run_eagerly(config: EngineConfig, places: Collection[str]) -> str | None:
@@ -21,3 +25,15 @@ def why_drafts_run_eagerly(config: EngineConfig, places: Collection[str]) -> str
     if config.use_cuda_graph is False:
         return "--no_use_cuda_graph"
     return None
+
+
+def check_lenders(draft: OpenedModel, target: OpenedModel, shapes: Sequence[LayerShape], last: str) -> None:
+    """Raise UnsupportedError where what a model that drafts attends to, of caches of the target's layers with such
+    `shapes`, is not on the device of the last layer."""
+    for layer in sorted(set(lenders_of(draft.facts, target.facts).values())):
+        place = shapes[layer].place
+        if place != last:
+            raise UnsupportedError(
+                f"--draft_model {target.config.draft_model} attends to keys and values of layer {layer}, on {place}, "
+                f"and the last layer is on {last}: load the model on one device, or take --speculative ngram"
+            )

@@ -14,13 +14,13 @@ import torch
 from ktransformers.cache.paged import LayerShape, PagedCache, state_shapes
 from ktransformers.cache.state import StateCache
 from ktransformers.config import EngineConfig, hot_slots
-from ktransformers.engine.model.assistant import lenders_of
 from ktransformers.engine.model.fingerprint import ModelDigests
 from ktransformers.engine.model.hot_file import HotFile
 from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.engine.model.skeleton import cache_shapes
 from ktransformers.engine.plan.attention import choose_attention, materialization_nbytes
 from ktransformers.engine.plan.cache_plan import CachePlan
+from ktransformers.engine.plan.draft_steps import check_lenders
 from ktransformers.engine.plan.kv_types import KvTypes
 from ktransformers.engine.plan.tier_plan import tier_bytes
 from ktransformers.engine.plan.tower_plan import PlannedTower, with_tower
@@ -159,6 +159,11 @@ class Planned:
     hots: tuple[HotSlots, ...] = ()
     draft: PlannedDraft | None = None
     tower: PlannedTower | None = None
+
+    def filled_nbytes(self, device: str) -> int:
+        """Return the bytes of experts on a GPU: of whole layers, and in slots."""
+        whole = sum(entry.nbytes.get(device, 0) for entry in self.plan.entries if entry.key in self.filling.moved)
+        return whole + sum(hot.nbytes for hot in self.hots if hot.device == device)
 
     def report(self) -> None:
         """Log one line for each thing that was decided without being asked for."""
@@ -320,7 +325,7 @@ class Planner:
         plan = replace(plan, extra_bytes=extra)
         draft = self._planned_draft(Planned(plan, chunk_size, (), shapes, num_slots, num_states, Filling()), hardware)
         if draft is not None:  # before anything fills what is left
-            plan = replace(plan, extra_bytes={**extra, "draft model": draft.nbytes})
+            plan = plan.with_extra("draft model", draft.nbytes)
         plan, tower = with_tower(plan, opened.tower, opened.config)
         plan, long_rows = self._with_long_steps(plan, chunk_size) if may_lend else (plan, 0)
         plan, streamings = with_streaming(plan, self._streamings(plan, chunk_size, long_rows))
@@ -385,33 +390,32 @@ class Planner:
         hardware = replace(hardware, devices=Devices(hardware.devices.gpu))  # with work space of their own
         plan, last = target.plan, target.layer_devices[-1:]
         if draft.facts.is_borrowing:
-            self._check_lenders(draft, target)
+            check_lenders(draft, self.opened, target.shapes, last[0].name if last else "cpu")
         if last and last[0].is_gpu:
             name = last[0].name
             left = max(plan.capacity[name] - plan.total_bytes[name], 0)
             streamed = with_streaming(plan, self._streamings(plan, target.chunk_size, is_said=False))[0]
-            # Experts of the draft model stay in RAM where they would take what prompts stream the target's through.
-            for room in (max(left - streamed.total_bytes[name] + plan.total_bytes[name], 0), left):
-                beside = hardware.within({"cpu": hardware.machine.devices["cpu"], name: room})
+            # Experts of the draft model stay in RAM where they would take what prompts stream the target's through, or
+            # room for the target's, of which most steps read more.
+            rooms = [max(left - streamed.total_bytes[name] + plan.total_bytes[name], 0), left]
+            while rooms:
+                beside = hardware.within({"cpu": hardware.machine.devices["cpu"], name: rooms.pop(0)})
                 planned = planner._whole(beside, {})
                 if planned.plan.misfit() is None:
-                    return PlannedDraft(draft, cache_plan, beside, planned)
+                    found = PlannedDraft(draft, cache_plan, beside, planned)
+                    filled = planned.filled_nbytes(name)
+                    if not filled or self._takes_all(plan.with_extra("draft model", found.nbytes)):
+                        return found
+                    rooms = [planned.plan.total_bytes[name] - filled]
             if draft.facts.is_borrowing:  # then both do not fit
                 return PlannedDraft(draft, cache_plan, beside, planned)
         cpu = hardware.without_gpus()
         return PlannedDraft(draft, cache_plan, cpu, planner._whole(cpu, {}))
 
-    def _check_lenders(self, draft: OpenedModel, target: Planned) -> None:
-        """Raise UnsupportedError where what the model that drafts attends to is not on the device of the last layer."""
-        last = target.layer_devices[-1].name if target.layer_devices else "cpu"
-        for layer in sorted(set(lenders_of(draft.facts, self.opened.facts).values())):
-            place = target.shapes[layer].place
-            if place != last:
-                raise UnsupportedError(
-                    f"--draft_model {self.opened.config.draft_model} attends to keys and values of layer {layer}, on "
-                    f"{place}, and the last layer is on {last}: load the model on one device, or take --speculative "
-                    "ngram"
-                )
+    def _takes_all(self, plan: Plan) -> bool:
+        """Whether all routed experts fit on GPUs beside what `plan` holds."""
+        whole = experts_for_gpus(plan, self.opened.source)
+        return len(whole.moved) == whole.candidates
 
     def _fill(self, plan: Plan) -> tuple[Filling, tuple[HotSlots, ...]]:
         """What goes to the room that a plan leaves on GPUs: slots for the experts of all layers, and whole layers.

@@ -186,7 +186,7 @@ def on_gpu(plan: Plan) -> int:
 
 
 def test_it_comes_before_the_experts_that_fill_the_gpu(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its experts, too; where there is no room for them they are in RAM, and where there is less all of it is."""
+    """Its own go there last, where there is room for all of the target's; where there is less all of it is in RAM."""
     caplog.set_level("INFO")
     path = gguf_of(tmp_path)
     config = config_of(path, draft_model=path)
@@ -199,11 +199,10 @@ def test_it_comes_before_the_experts_that_fill_the_gpu(tmp_path: Path, caplog: p
     assert experts > 0
     exact = planned(total)
     assert (exact.total_bytes["cuda:0"], on_gpu(exact)) == (total, experts)
-    first = planned(total - experts)
-    assert (first.extra_bytes["draft model"]["cuda:0"], on_gpu(first)) == (whole, 0)
-    without = planned(total - experts - 1)
-    assert without.extra_bytes["draft model"]["cuda:0"] == whole - experts
-    assert without.extra_bytes["draft model"]["cpu"] > first.extra_bytes["draft model"]["cpu"]
+    for nbytes, of_target in ((total - 1, experts), (total - experts, experts), (total - experts - 1, 0)):
+        without = planned(nbytes)
+        assert (without.extra_bytes["draft model"]["cuda:0"], on_gpu(without)) == (whole - experts, of_target)
+        assert without.extra_bytes["draft model"]["cpu"] > exact.extra_bytes["draft model"]["cpu"]
     least = total - experts - whole
     assert set(planned(least + whole - experts - 1).extra_bytes["draft model"]) == {"cpu"}
     assert "has no room for it" in caplog.messages[-1]
