@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -62,6 +63,8 @@ class _Child:
         self._lc: Any = llama_cpp
         self._mtmd: Any = mtmd_cpp
         self._work, self._seconds = work, dict.fromkeys(PARTS, 0.0)
+        if work.cpu_experts is None:  # built for GPUs, it computes long prompts there all the same
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
         llama_cpp.llama_backend_init()
         self._log = llama_cpp.llama_log_callback(quiet_log)
         llama_cpp.llama_log_set(self._log, ctypes.c_void_p(0))
