@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
 
 from ktransformers.bench.common.machine import machine_facts
+from ktransformers.bench.common.report import Record
 from ktransformers.bench.gpu.device import Gpu
 from ktransformers.bench.loading.files import FileShape
 from ktransformers.bench.probe.gpu import probe_pcie
@@ -28,7 +29,7 @@ class Hardware:
     large product's; bytes a second: read from RAM and from the GPU's memory, and copied to the GPU. 0: no GPU.
     """
 
-    machine: dict[str, Any]
+    machine: Record
     cpu_fp32: float
     cpu_int8: float
     ram: float

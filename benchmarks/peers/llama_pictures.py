@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TypeVar
 
 from benchmarks.peers.base import PeerProcess, answer_questions
 from benchmarks.peers.llama_library import start_llama
@@ -29,6 +30,10 @@ PARTS = ("read", "tower", "text")
 
 _IMAGE = 1  # MTMD_INPUT_CHUNK_TYPE_IMAGE
 _CPU_CHUNK = 512
+
+_T = TypeVar("_T")
+Handle = int
+"""A pointer of llama.cpp's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +65,8 @@ class _Child:
         import llama_cpp  # type: ignore[import-not-found, unused-ignore]
         from llama_cpp import mtmd_cpp  # type: ignore[import-not-found, unused-ignore]
 
-        self._lc: Any = llama_cpp
-        self._mtmd: Any = mtmd_cpp
+        self._lc: ModuleType = llama_cpp
+        self._mtmd: ModuleType = mtmd_cpp
         self._work, self._seconds = work, dict.fromkeys(PARTS, 0.0)
         if work.cpu_experts is None:  # built for GPUs, it computes long prompts there all the same
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -75,38 +80,38 @@ class _Child:
         self._sampler = llama_cpp.llama_sampler_init_greedy()
         self._past = self._token = 0
 
-    def _loaded(self) -> Any:
+    def _loaded(self) -> Handle:
         lc, work = self._lc, self._work
         params = lc.llama_model_default_params()
         params.n_gpu_layers = ALL_LAYERS if work.cpu_experts is not None else 0
         self._overrides = in_ram(work.cpu_experts or [])  # llama.cpp reads them until the model is loaded
         params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
-        model = lc.llama_model_load_from_file(work.model.encode(), params)
+        model: Handle = lc.llama_model_load_from_file(work.model.encode(), params)
         if not model:
             raise SystemExit(f"llama.cpp cannot load {work.model}")
         return model
 
-    def _opened(self) -> Any:
+    def _opened(self) -> Handle:
         lc, work = self._lc, self._work
         params = lc.llama_context_default_params()
         params.n_ctx = params.n_batch = work.context
         params.n_ubatch = GPU_CHUNK if work.cpu_experts is not None else _CPU_CHUNK
         params.n_threads = params.n_threads_batch = work.threads
-        context = lc.llama_init_from_model(self._model, params)
+        context: Handle = lc.llama_init_from_model(self._model, params)
         if not context:
             raise SystemExit(f"llama.cpp has no memory for {work.context} tokens")
         return context
 
-    def _opened_tower(self) -> Any:
+    def _opened_tower(self) -> Handle:
         params = self._mtmd.mtmd_context_params_default()
         params.use_gpu, params.n_threads = self._work.has_gpu_tower, self._work.threads
         params.print_timings = False
-        tower = self._mtmd.mtmd_init_from_file(self._work.tower.encode(), self._model, params)
+        tower: Handle = self._mtmd.mtmd_init_from_file(self._work.tower.encode(), self._model, params)
         if not tower:
             raise SystemExit(f"llama.cpp cannot load {self._work.tower}")
         return tower
 
-    def _timed(self, part: str, call: Callable[[], Any]) -> Any:
+    def _timed(self, part: str, call: Callable[[], _T]) -> _T:
         """What `call` returns; its seconds are added to a part."""
         began = time.perf_counter()
         found = call()
@@ -138,7 +143,7 @@ class _Child:
             mtmd.mtmd_bitmap_free(bitmap)
         return sum(self._seconds.values())
 
-    def _tokenize(self, chunks: Any, bitmaps: Sequence[Any]) -> None:
+    def _tokenize(self, chunks: Handle, bitmaps: Sequence[Handle]) -> None:
         mtmd, work = self._mtmd, self._work
         marker = mtmd.mtmd_default_marker().decode()
         text = f"{work.before}{marker}{work.behind}" if bitmaps else work.again
@@ -148,7 +153,7 @@ class _Child:
         if status:
             raise SystemExit(f"mtmd_tokenize failed with status {status}")
 
-    def _evaluate(self, chunk: Any, *, is_last: bool) -> None:
+    def _evaluate(self, chunk: Handle, *, is_last: bool) -> None:
         """What mtmd_helper_eval_chunks does with each chunk."""
         mtmd, past = self._mtmd, self._lc.llama_pos(self._past)
         size, place = self._work.context, ctypes.byref(past)
