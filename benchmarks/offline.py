@@ -16,34 +16,23 @@ from functools import partial
 
 from benchmarks.command import benchmark_parser
 from benchmarks.peers.base import PeerProcess, is_missing
+from benchmarks.peers.llama_library import PEER
 from benchmarks.peers.llama_model import llama_model_peer
+from benchmarks.peers.placement import cpu_expert_layers
 from benchmarks.peers.whole_layers import WHOLE_LAYERS, whole_layers_peer
 from benchmarks.peers.work import ModelWork
 from ktransformers.bench.common.report import print_record
-from ktransformers.bench.offline.measure import OfflineWork, bench_offline, layer_of
+from ktransformers.bench.offline.measure import OfflineWork, bench_offline
 from ktransformers.cli import run_command
 from ktransformers.cli.bench.offline import TEXT, add_offline_flags, offline_work
 from ktransformers.cli.loading import loading_bar
 from ktransformers.cli.parsing.options import set_up_logging
 from ktransformers.engine.load.builder import Engine
 from ktransformers.errors import ConfigError
-from ktransformers.operators.experts.routed import KTransformersExperts
-from ktransformers.optimize.plan import Plan
 from ktransformers.system.cores import usable_cores
 from ktransformers.weights.gguf.file import open_gguf
 
-__all__ = ["cpu_expert_layers", "main", "start_llama_cpp"]
-
-PEER = "llama.cpp"
-
-
-def cpu_expert_layers(plan: Plan) -> list[int] | None:
-    """Layers whose routed experts lie in RAM, of a plan that has something on a GPU; None for the CPU alone."""
-    if all(device == "cpu" for device, nbytes in plan.total_bytes.items() if nbytes):
-        return None
-    experts = [entry for entry in plan.entries if isinstance(plan.operators.get(entry.key), KTransformersExperts)]
-    in_ram = [entry for entry in experts if entry.nbytes.get("cpu", 0) > entry.total_bytes // 2]
-    return sorted(layer for entry in in_ram if (layer := layer_of(entry.key)) is not None)
+__all__ = ["main", "start_llama_cpp"]
 
 
 def start_llama_cpp(engine: Engine, work: OfflineWork) -> list[PeerProcess]:

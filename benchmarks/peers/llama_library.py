@@ -2,6 +2,8 @@
 
 numpy's wheels may hold a C++ library of their own whose global symbols the system's one then shares; built with another
 compiler, llama.cpp crashes in its first formatted output. Loaded first, it keeps the one that it was built with.
+
+LLAMA_CPP_LIB_PATH names another folder of libraries, as the package knows it: another build of the same version.
 """
 
 from __future__ import annotations
@@ -17,15 +19,23 @@ from typing import Any
 
 from benchmarks.peers.base import PeerProcess
 
-__all__ = ["library_folder", "load_library", "start_llama"]
+__all__ = ["PEER", "library_folder", "load_library", "start_llama"]
+
+PEER = "llama.cpp"
 
 # What is needed first: a wheel holds a copy in place of each link, and what is asked for by its versioned name would be
 # loaded beside the one that we know.
 _IN_ORDER = ("ggml-base", "ggml", "llama")
 
 
+_FOLDER, _MTMD_FOLDER = "LLAMA_CPP_LIB_PATH", "MTMD_CPP_LIB"
+"""Variables of the package: where its libraries are, and the one for pictures."""
+
+
 def library_folder() -> Path | None:
     """The folder with the shared libraries of llama_cpp; None when the package is not installed."""
+    if os.environ.get(_FOLDER):
+        return Path(os.environ[_FOLDER])
     spec = importlib.util.find_spec("llama_cpp")
     return None if spec is None or spec.origin is None else Path(spec.origin).parent / "lib"
 
@@ -43,8 +53,10 @@ def start_llama(module: str, options: dict[str, Any]) -> PeerProcess:
     """Start `module` as a child that answers for llama.cpp, with `options` as its argument."""
     # This program asks OpenMP not to spin, for torch's sake; ggml's threads wait for each other by OpenMP's barriers.
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    if _FOLDER in environment:
+        environment.setdefault(_MTMD_FOLDER, environment[_FOLDER])
     command = [sys.executable, "-m", "benchmarks.peers.llama_library", module, json.dumps(options)]
-    return PeerProcess("llama.cpp", command, environment)
+    return PeerProcess(PEER, command, environment)
 
 
 def main() -> None:

@@ -22,12 +22,12 @@ from benchmarks.peers.base import PeerProcess, answer_questions
 from benchmarks.peers.llama_library import load_library, start_llama
 from benchmarks.peers.work import ModelWork
 
-__all__ = ["llama_model_peer", "quiet_log"]
+__all__ = ["ALL_LAYERS", "GPU_CHUNK", "in_ram", "llama_model_peer", "quiet_log"]
 
 _LOG_ERROR = 4
 _ROUNDING = 256  # llama.cpp rounds a sequence's cache up to this
-_ALL_LAYERS = 9999
-_GPU_CHUNK = 2048
+ALL_LAYERS = 9999
+GPU_CHUNK = 2048
 """Rows of a step: weights that go to the GPU for a prompt's step pay the more, the more rows there are. llama.cpp's own
 default of 512 is slower for it."""
 
@@ -61,8 +61,8 @@ class _Child:
         llama_cpp.llama_log_set(self._log, ctypes.c_void_p(0))
         params = llama_cpp.llama_model_default_params()
         self._is_on_gpu = options["cpu_experts"] is not None
-        params.n_gpu_layers = _ALL_LAYERS if self._is_on_gpu else 0
-        self._overrides = _in_ram(options["cpu_experts"] or [])  # llama.cpp reads them until the model is loaded
+        params.n_gpu_layers = ALL_LAYERS if self._is_on_gpu else 0
+        self._overrides = in_ram(options["cpu_experts"] or [])  # llama.cpp reads them until the model is loaded
         params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
         self._model = llama_cpp.llama_model_load_from_file(options["path"].encode(), params)
         if not self._model:
@@ -77,7 +77,7 @@ class _Child:
         params.n_ctx = sequences * -(-length // _ROUNDING) * _ROUNDING
         params.n_batch = params.n_ctx
         if self._is_on_gpu:
-            params.n_ubatch = _GPU_CHUNK
+            params.n_ubatch = GPU_CHUNK
         params.n_seq_max = sequences
         params.n_threads = params.n_threads_batch = self._threads
         context = lc.llama_init_from_model(self._model, params)
@@ -139,7 +139,7 @@ class _Override(ctypes.Structure):
     _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
 
 
-def _in_ram(layers: Sequence[int]) -> ctypes.Array[_Override]:
+def in_ram(layers: Sequence[int]) -> ctypes.Array[_Override]:
     """What llama.cpp's --n-cpu-moe does: these layers' routed experts in plain memory of the CPU."""
     if not layers:
         return (_Override * 1)(_Override(None, None))

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks import offline, profiling
-from benchmarks.offline import cpu_expert_layers
 from benchmarks.peers import whole_layers
+from benchmarks.peers.placement import cpu_expert_layers
 from benchmarks.peers.work import ModelWork
 from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
 from ktransformers.engine.load.builder import Hardware, plan_model

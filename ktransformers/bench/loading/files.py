@@ -1,12 +1,12 @@
 """Files of random weights to load: a Qwen3-MoE model as GGUF, or as safetensors in BF16 or FP8.
 
-What is in them is of no use but to be loaded: layers share their bytes.
+What is in them is of no use but to be loaded and timed: layers share their bytes, routers choose evenly.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -17,9 +17,9 @@ import safetensors.torch
 import torch
 
 from ktransformers.kernels.types import FP8_BLOCK, QuantType
-from ktransformers.weights.synthetic import random_blocks
+from ktransformers.weights.synthetic import EMBEDDING_GAIN, random_blocks
 
-__all__ = ["FORMATS", "FileFormat", "FileShape", "write_files", "write_gguf", "write_safetensors"]
+__all__ = ["FORMATS", "FileFormat", "FileShape", "without_vocabulary", "write_files", "write_gguf", "write_safetensors"]
 
 FileFormat = Literal["gguf", "bf16", "fp8"]
 FORMATS: tuple[FileFormat, ...] = get_args(FileFormat)
@@ -48,9 +48,19 @@ def write_files(folder: Path, shape: FileShape, kind: FileFormat) -> Path:
     return folder
 
 
-def write_gguf(path: Path, shape: FileShape) -> None:
-    """Write a GGUF file with a mixture of types as llama.cpp's Q4_K_M."""
-    writer = gguf.GGUFWriter(path, "qwen3moe")
+def without_vocabulary(writer: gguf.GGUFWriter) -> None:
+    """Add to a GGUF file that it has no tokenizer."""
+    writer.add_string("tokenizer.ggml.model", "no_vocab")
+
+
+def write_gguf(
+    path: Path,
+    shape: FileShape,
+    arch: str = "qwen3moe",
+    add_more: Callable[[gguf.GGUFWriter], None] = without_vocabulary,
+) -> None:
+    """Write a GGUF file with a mixture of types as llama.cpp's Q4_K_M. add_more: adds other metadata."""
+    writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(shape.layers)
     writer.add_context_length(4096)
     writer.add_embedding_length(shape.hidden)
@@ -65,11 +75,12 @@ def write_gguf(path: Path, shape: FileShape) -> None:
     writer.add_expert_used_count(8)
     writer.add_expert_feed_forward_length(shape.width)
     writer.add_vocab_size(shape.vocab)
-    writer.add_string("tokenizer.ggml.model", "no_vocab")
+    add_more(writer)
     made: dict[tuple[QuantType, tuple[int, ...]], np.ndarray] = {}
     for name, qtype, size in _gguf_tensors(shape):
         if (qtype, size) not in made:
-            made[qtype, size] = _random_tensor(qtype, size, seed=len(made))
+            gain = EMBEDDING_GAIN if name.startswith("token_embd") else 1.0
+            made[qtype, size] = _random_tensor(qtype, size, len(made), gain)
         writer.add_tensor(name, made[qtype, size], raw_dtype=qtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -77,12 +88,14 @@ def write_gguf(path: Path, shape: FileShape) -> None:
     writer.close()
 
 
-def _random_tensor(qtype: QuantType, size: tuple[int, ...], seed: int) -> np.ndarray:
+def _random_tensor(qtype: QuantType, size: tuple[int, ...], seed: int, gain: float) -> np.ndarray:
     if qtype is QuantType.F32:
-        return np.ones(size, dtype=np.float32)
+        if len(size) == 1:
+            return np.ones(size, dtype=np.float32)
+        return np.random.default_rng(seed).standard_normal(size, dtype=np.float32) * np.float32(0.02)
     block, nbytes = gguf.GGML_QUANT_SIZES[qtype]
     data = np.empty(int(np.prod(size)) // block * nbytes, dtype=np.uint8)
-    random_blocks(data, qtype, (seed,))
+    random_blocks(data, qtype, (seed,), gain)
     return data.reshape(*size[:-1], -1)
 
 
