@@ -167,6 +167,8 @@ def _with_projector(
     is none, or with a line of the log, where nobody named the file, and it is not read. Raises UnsupportedError or
     FormatError for one that was."""
     path = projector_path(config, gguf.files[0].path) if config.wants_tower else None
+    if config.mmproj is not None and config.tower_device == "none":
+        logger.warning("--mmproj %s is left unread: --tower_device none leaves the tower out", config.mmproj)
     if path is None:
         if config.wants_tower and _tower_folder(config, whole) is None:
             logger.warning("no pictures: no projector file (mmproj-*.gguf) is beside %s", gguf.files[0].path)

@@ -122,6 +122,17 @@ def test_beside_a_language_model(name: str, tmp_path: Path, pool: WorkerPool) ->
     assert text.model.state_dict().keys() == found.model.state_dict().keys()
 
 
+def test_a_named_projector_that_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = written("gemma3", tmp_path)
+    named = tmp_path / "mmproj-F32.gguf"
+    assert opened(path, mmproj=named, tower_device="none").tower is None
+    line = f"--mmproj {named} is left unread: --tower_device none leaves the tower out"
+    assert [record.getMessage() for record in caplog.records].count(line) == 1
+    caplog.clear()
+    assert opened(path, tower_device="none").tower is None  # which nobody named
+    assert "left unread" not in caplog.text
+
+
 def test_a_folder_with_both_is_one_model(tmp_path: Path) -> None:
     written("gemma3", tmp_path)
     found = open_model(EngineConfig(gguf_path=tmp_path, picture_folder=tmp_path))
