@@ -160,14 +160,14 @@ def _load_tower(built: CapturedModel) -> PictureEncoder | None:
     if built.tower is None or folder is None:
         return None
     try:
-        PictureFamily.of(built.tower.opened.model.config)
+        family = PictureFamily.of(built.tower.opened.model.config)  # asked before its weights are read
     except UnsupportedError as error:
         logger.warning("no pictures: %s", error)
         return None
     with ExitStack() as undo:
         undo.callback(built.forward.pool.close)
         undo.callback(built.plan.devices.close)
-        encoder = TowerEncoder(load_tower(built.tower.opened, built.tower.place), folder, built.forward.pool)
+        encoder = TowerEncoder(load_tower(built.tower.opened, built.tower.place), family, folder, built.forward.pool)
         undo.pop_all()
     return encoder
 

@@ -16,8 +16,6 @@ from ktransformers import LLM
 from ktransformers.config import EngineConfig
 from ktransformers.engine.api.pictures import Pictures, _tower_key, why_no_pictures
 from ktransformers.engine.api.projector import write_processor
-from ktransformers.engine.media.encoder import TowerEncoder
-from ktransformers.engine.media.towers import TowerPlace, load_tower
 from ktransformers.engine.model.tower import open_mmproj
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
@@ -39,7 +37,7 @@ from tests.support.pictures.folders import (
     tiny_tokenizer,
     write_folder,
 )
-from tests.support.pictures.towers import save_picture, tiny_with_tower
+from tests.support.pictures.towers import encoder_over, save_picture, tiny_with_tower
 
 MEAN, STD = [0.5, 0.25, 0.125], [0.5, 0.25, 0.75]
 """As the files have them."""
@@ -154,7 +152,7 @@ def test_every_projector_has_its_processor(name: str, tmp_path: Path) -> None:
     text = tiny_config(AS_TEXT[name]) if name in AS_TEXT else model.config.text_config
     tower = open_mmproj(composite_from_mmproj(file.metadata, shapes, text, SECTIONS), file)
     with closing(WorkerPool(1)) as pool:
-        features = TowerEncoder(load_tower(tower, TowerPlace()), tmp_path, pool).features(digest)
+        features = encoder_over(tower, tmp_path, pool).features(digest)
     assert len(features.hidden) == made.num_positions
 
 
