@@ -36,6 +36,7 @@ from ktransformers.errors import (
     NotReadyError,
     OriginError,
     PayloadTooLargeError,
+    PromptError,
     QueueFullError,
     RateLimitError,
     SlowReaderError,
@@ -98,7 +99,7 @@ _PROMPT_FIELDS = (
     ("/api/embed", "input"),
     ("/generate", "prompt"),
 )
-"""Ends of paths, and what a dialect calls the field that is too long there; "messages" elsewhere."""
+"""Ends of paths, and what a dialect calls the field of the prompt there; "messages" elsewhere."""
 
 
 def json_bytes(content: Any) -> bytes:
@@ -131,7 +132,7 @@ def error_body(error: KTransformersError, path: str = "") -> dict[str, Any]:
     param = None
     if isinstance(error, FieldError):
         param, code = error.param or None, error.code or code
-    if isinstance(error, ContextLengthError):
+    if isinstance(error, ContextLengthError | PromptError):
         param = next((name for suffix, name in _PROMPT_FIELDS if path.endswith(suffix)), "messages")
     return _body(path, status, str(error), type, param, code)
 

@@ -395,6 +395,21 @@ def test_an_ignored_picture_is_said_once(caplog: pytest.LogCaptureFixture) -> No
     assert [one.getMessage().count("messages.content.image_url") for one in caplog.records if "carry" in one.msg] == [1]
 
 
+@pytest.mark.parametrize(("path", "param"), [("/v1/chat/completions", "messages"), ("/v1/responses", "input")])
+def test_a_picture_that_no_step_computes_names_its_field(
+    path: str, param: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a family whose pictures are computed whole."""
+    monkeypatch.setattr(PictureBackend, "max_picture_len", 9)
+    parts = {"messages": [image()], "input": [{"type": "input_image", "image_url": URL}]}[param]
+    answer, backend = served(post(path, {param: [user(*parts)]}))
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert error["message"].startswith("a picture takes 10 positions, which this model computes in one step")
+    assert backend.requests == []
+
+
 def test_pictures_of_earlier_responses_are_read_again() -> None:
     part = {"type": "input_image", "image_url": URL}
 

@@ -92,6 +92,7 @@ class PictureBackend(ScriptedBackend):
     """A ScriptedBackend that says "ok" to everything, with eyes unless `pictures` is None."""
 
     can_go_on = True
+    max_picture_len: int | None = None
 
     def __init__(self, *scripts: Script, pictures: FakePictures | None = None):
         super().__init__(*(scripts or [Script(["ok"])] * 20))
@@ -105,5 +106,5 @@ class PictureBackend(ScriptedBackend):
 
     @property
     def model(self) -> ModelInfo:
-        found = replace(super().model, tokenizer=TOKENIZER)
+        found = replace(super().model, tokenizer=TOKENIZER, max_picture_len=self.max_picture_len)
         return found if self.pictures is None else replace(found, pictures=self.pictures, no_pictures=None)
