@@ -16,7 +16,7 @@ from ktransformers.cli.serve.serving import backend_maker, server_config
 from ktransformers.config import EngineConfig
 from ktransformers.errors import ConfigError
 from ktransformers.media.picture import ReadPicture
-from ktransformers.media.records import MediaItem, is_media_id
+from ktransformers.media.records import MediaItem
 from ktransformers.server.answers.pictures import RequestPictures
 from ktransformers.server.answers.requests import Conversation, Message, UnreadPicture
 from ktransformers.server.app import create_app
@@ -24,7 +24,7 @@ from ktransformers.server.backend.interfaces.balance_serve import BalanceServeIn
 from ktransformers.server.config import ServerConfig
 from tests.server.api.test_pictures import OTHER_URL, URL, WRONG, chat, check_media, image, of_chat, post, served, text
 from tests.support.models.demo import DEMO_GGUF
-from tests.support.servers.picture_backend import PNG, TOKENIZER, FakePictures, PictureBackend
+from tests.support.servers.picture_backend import PAD, PNG, TOKENIZER, FakePictures, PictureBackend
 
 
 def test_the_number_of_pictures_is_limited() -> None:
@@ -69,13 +69,19 @@ def test_with_a_journal_pictures_lie_in_its_folder(tmp_path: Path, has_journal: 
     assert made._config.engine.picture_folder == (tmp_path / "pictures" if has_journal else None)
 
 
-def test_tokenize_counts_positions_of_pictures() -> None:
+def test_tokenize_has_the_token_of_a_picture_at_its_positions() -> None:
     _, body = chat(image(), text("a"))
     pictures = FakePictures()
-    response, _ = served(post("/tokenize", body | {"return_token_strs": True}), pictures)
-    found = response.json()
-    assert sum(map(is_media_id, found["tokens"])) == 10
-    assert "".join(found["token_strs"]) == "<|im_start|>user\n<v></v>a<|im_end|><|im_start|>assistant\n"
+    prompt = f"<|im_start|>user\n<v>{10 * PAD}</v>a<|im_end|><|im_start|>assistant\n"
+
+    async def ask(client: httpx.AsyncClient) -> tuple[Any, Any]:
+        tokenized = (await client.post("/tokenize", json=body | {"return_token_strs": True})).json()
+        return tokenized, (await client.post("/detokenize", json={"tokens": tokenized["tokens"]})).json()
+
+    (found, back), _ = served(ask, pictures)
+    assert found["tokens"] == TOKENIZER.encode(prompt)
+    assert "".join(found["token_strs"]) == prompt
+    assert back == {"prompt": prompt}
     assert not +pictures.held
     assert served(post("/tokenize", body), has_tower=False)[0].status_code == 400
 

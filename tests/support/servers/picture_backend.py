@@ -39,7 +39,6 @@ class FakePictures:
     and with which detail."""
 
     placeholder = "<picture>"
-    position_token_ids = frozenset({ord(PAD)})
 
     def __init__(self, store: FakeStore | None = None) -> None:
         self.store = store or FakeStore()
@@ -54,6 +53,10 @@ class FakePictures:
         self.store.digests.add(digest)
         num_positions = min(len(data), 10)
         return ReadPicture(digest, f"<v>{PAD * num_positions}</v>", num_positions, 16, 16)
+
+    @property
+    def position_token_ids(self) -> frozenset[int]:
+        return frozenset(TOKENIZER.encode(PAD))
 
     def hold(self, digests: Iterable[bytes]) -> None:
         self.held.update(digests)
