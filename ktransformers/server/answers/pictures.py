@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import binascii
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -75,6 +76,7 @@ class RequestPictures:
         if len(pictures) > most and not self._is_ignoring:
             place = pictures[most].place
             raise FieldError(f"{place}: {len(pictures)} pictures are more than {most} (--max_images)", place)
+        self._check_videos(asked)
         known = self._kept_files(len(pictures))
         shown: list[ReadPicture | str] = []
 
@@ -93,6 +95,18 @@ class RequestPictures:
         ]
         self.shown = tuple(shown)
         return replace(asked, messages=messages, altered=(*asked.altered, *self._altered))
+
+    def _check_videos(self, asked: Conversation) -> None:
+        """Raise FieldError for a user's video of several frames where the model takes one picture in a message."""
+        users = [message for message in asked.messages if message.role != "tool"]
+        places = Counter(part.place for one in users for part in one.parts if isinstance(part, UnreadPicture))
+        videos = [place for place, count in places.items() if count > 1]
+        if videos and self._holder is not None and self._service.model.tokenizer.takes_one_picture:
+            raise FieldError(
+                f"{videos[0]}: a video is several pictures, and {self._service.model_names[0]} takes one in a message: "
+                "send one frame",
+                videos[0],
+            )
 
     @property
     def _is_ignoring(self) -> bool:
