@@ -138,7 +138,9 @@ def test_templates_that_take_one_picture_in_a_message(qwen: Any, opened: Any) ->
     template = tokenizer.backend.chat_template
     assert loop in template
     refusing = "{%- if message.content | selectattr('type', 'equalto', 'image') | list | length > 1 -%}"
-    tokenizer.use_chat_template(template.replace(loop, f"{refusing}{{{{- raise_exception('one') -}}}}{{%- endif -%}}{loop}"))
+    tokenizer.use_chat_template(
+        template.replace(loop, f"{refusing}{{{{- raise_exception('one') -}}}}{{%- endif -%}}{loop}")
+    )
     assert tokenizer.takes_one_picture
     first = "{%- if part.type == 'image' and not loop.first -%}{%- elif part.type == 'image' -%}"
     tokenizer.use_chat_template(template.replace("{%- if part.type == 'image' -%}", first))
