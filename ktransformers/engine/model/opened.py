@@ -347,6 +347,13 @@ def open_synthetic(
     config = config.resolved(needs_model=False)
     model = build_skeleton(hf_config)
     opened = _of_random_weights(config, model, routing, stands_for_files)
+    facts = opened.facts
+    if facts.experts is not None and not any(layer.has_experts for layer in facts.layers):
+        logger.warning(
+            "the first %d layers of this %s have no experts, those behind have: take more (--layers)",
+            facts.num_layers,
+            facts.model_type,
+        )
     if config.drafter != "mtp":
         return opened
     model = build_mtp(
