@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ktransformers.errors import ConfigError, FieldError
-from ktransformers.media.fetching import fetch
+from ktransformers.media.fetching import data_of
 from ktransformers.media.picture import ReadPicture
 from ktransformers.server.answers.history import left_out
 from ktransformers.server.answers.requests import Conversation, Message, Part, UnreadPicture, joined
@@ -136,7 +136,7 @@ class RequestPictures:
             )
         began, metrics = time.perf_counter(), self._service.metrics
         try:
-            found = self._holder.read(self._bytes_of(picture), picture.detail)
+            found = self._found(picture, self._holder)
         except ConfigError as error:
             if is_result:
                 metrics.picture("left_out")
@@ -153,15 +153,24 @@ class RequestPictures:
             self._holder.hold(digests)
             self._held += digests
 
-    def _bytes_of(self, picture: UnreadPicture) -> bytes:
-        if ":" in picture.source[:_MOST_SCHEME]:
-            if self._fetch_seconds > _FETCH_SECONDS:
-                raise ConfigError(f"fetching the pictures of this request took more than {_FETCH_SECONDS:g} s")
-            began = time.monotonic()
-            data = fetch(picture.source, self._service.config.image_hosts)
-            self._fetch_seconds += time.monotonic() - began
-            return data
-        try:
-            return base64.b64decode("".join(picture.source.split()), validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise ConfigError(f"it is neither a URL nor base64: {error}") from error
+    def _found(self, picture: UnreadPicture, reader: ServedPictures) -> ReadPicture:
+        source = picture.source
+        found: ReadPicture | bytes
+        if source[:5].lower() == "data:":
+            found = data_of(source)
+        elif ":" in source[:_MOST_SCHEME]:
+            found = self._fetched(source, reader, picture.detail)
+        else:
+            try:
+                found = base64.b64decode("".join(source.split()), validate=True)
+            except (binascii.Error, ValueError) as error:
+                raise ConfigError(f"it is neither a URL nor base64: {error}") from error
+        return reader.read(found, picture.detail) if isinstance(found, bytes) else found
+
+    def _fetched(self, url: str, reader: ServedPictures, detail: str | None) -> ReadPicture | bytes:
+        if self._fetch_seconds > _FETCH_SECONDS:
+            raise ConfigError(f"fetching the pictures of this request took more than {_FETCH_SECONDS:g} s")
+        began = time.monotonic()
+        found = self._service.fetched.get(url, reader, detail)
+        self._fetch_seconds += time.monotonic() - began
+        return found
