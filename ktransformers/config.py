@@ -275,7 +275,7 @@ class EngineConfig:
     gpu_memory: GiB that may be used of each GPU; 0 means all that is free.
     hot_experts: slots on a GPU for experts of layers on the CPU, which hold those that are used most: a number for
         each layer, "auto" for what is left of the GPU, or "off" for whole layers there; see docs/gpu.md.
-    lend_slots: whether these lend memory to long prompts, for steps of more than chunk_size tokens.
+    lend_slots: whether these lend memory to long prompts, for steps of more than chunk_size tokens; None: if any can.
     chat_template: a file with a chat template, or the template itself, in place of the one in the model's files.
     tool_format, reasoning_format: how the model writes tool calls and its reasoning, names of docs/server.md; "auto":
         as its chat template does.
@@ -325,7 +325,7 @@ class EngineConfig:
     cpu_bf16: str = CPU_BF16S[0]
     gpu_memory: float = 0.0
     hot_experts: str = HOT_EXPERTS[0]
-    lend_slots: bool = True
+    lend_slots: bool | None = None
     strict: bool = False
     trust_remote_code: bool = False
     trust_rules: bool = False

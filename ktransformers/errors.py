@@ -4,6 +4,7 @@
     ├── ConfigError             a flag, a path or a config value is wrong
     │   ├── UnsupportedError    valid, but this program does not do it
     │   ├── FieldError          a field of a request is wrong or cannot be honoured; carries its name
+    │   ├── PromptError         a model cannot compute a prompt
     │   └── ConversationError   a model's chat template refuses a conversation, which its words may quote
     ├── RuleError               a rule file is wrong; carries file, line and rule number
     ├── WeightError             a weight file is wrong or does not fit the model
@@ -59,6 +60,7 @@ __all__ = [
     "NotReadyError",
     "OriginError",
     "PayloadTooLargeError",
+    "PromptError",
     "QueueFullError",
     "RateLimitError",
     "RuleError",
@@ -127,6 +129,10 @@ class FieldError(ConfigError):
     def __init__(self, message: str, param: str, code: str | None = None):
         super().__init__(message)
         self.param, self.code = param, code
+
+
+class PromptError(ConfigError):
+    """A model cannot compute a prompt, whatever the fields that it came in."""
 
 
 class ConversationError(ConfigError):

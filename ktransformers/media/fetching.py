@@ -14,17 +14,19 @@ import binascii
 import contextlib
 import http.client
 import ipaddress
+import re
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from urllib.parse import SplitResult, unquote_to_bytes, urljoin, urlsplit
 
 from ktransformers.errors import ConfigError, reason_of
 from ktransformers.media.limits import MAX_NBYTES
 
-__all__ = ["data_of", "fetch", "is_allowed"]
+__all__ = ["Version", "check_allowed", "data_of", "fetch", "fetch_if_changed", "is_allowed"]
 
 _MOST_REDIRECTS = 3
 _SECONDS = 20.0
@@ -32,7 +34,25 @@ _SECONDS = 20.0
 
 _REDIRECTS = (301, 302, 303, 307, 308)
 _PORTS = {"http": 80, "https": 443}
-_AGENT = "ktransformers"
+_HEADERS = {"User-Agent": "ktransformers", "Accept": "image/*", "Connection": "close"}
+_QUESTIONS = {"ETag": "If-None-Match", "Last-Modified": "If-Modified-Since"}
+"""Headers of an answer, and those that ask whether it is still the same."""
+
+_MOST_CHARS = 256
+"""Of such a header."""
+
+_MAX_AGE = re.compile(r"\bmax-age=(\d{1,9})\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """What a server says of the bytes that it sent, so that it can be asked whether they are still the same. url: where
+    redirects ended. headers: of that question; none where it says nothing. seconds: for which it need not be asked;
+    None: it does not say."""
+
+    url: str
+    headers: Mapping[str, str]
+    seconds: float | None
 
 
 def fetch(url: str, allowed_hosts: Sequence[str] = ()) -> bytes:
@@ -43,10 +63,19 @@ def fetch(url: str, allowed_hosts: Sequence[str] = ()) -> bytes:
     """
     if url[:5].lower() == "data:":
         return data_of(url)
+    found = fetch_if_changed(url, allowed_hosts)
+    assert found is not None, "no version is known"
+    return found[0]
+
+
+def fetch_if_changed(
+    url: str, allowed_hosts: Sequence[str], known: Version | None = None
+) -> tuple[bytes, Version] | None:
+    """Return what an http(s) URL names, and its version; None where that is the known one. Errors as `fetch`."""
     until = time.monotonic() + _SECONDS
     for _ in range(_MOST_REDIRECTS + 1):
-        found = _asked(url, allowed_hosts, until)
-        if isinstance(found, bytes):
+        found = _asked(url, allowed_hosts, until, known)
+        if not isinstance(found, str):
             return found
         url = found
     raise ConfigError(f"the picture's URL redirects more than {_MOST_REDIRECTS} times")
@@ -71,32 +100,43 @@ def is_allowed(host: str, allowed_hosts: Sequence[str]) -> bool:
     return any(host == one or (one.startswith("*.") and host.endswith(one[1:])) for one in _lower(allowed_hosts))
 
 
-def _lower(hosts: Sequence[str]) -> list[str]:
-    return [host.rstrip(".").lower() for host in hosts]
-
-
-def _asked(url: str, allowed_hosts: Sequence[str], until: float) -> bytes | str:
-    """The body of an answer, or where it redirects to."""
+def check_allowed(url: str, allowed_hosts: Sequence[str]) -> tuple[SplitResult, str, int]:
+    """Return an http(s) URL's parts, its host and its port. Raises ConfigError for one whose host is not allowed."""
     parts, host, port = _parsed(url)
     if not is_allowed(host, allowed_hosts):
         how = "name its host in --allowed_image_hosts" if not allowed_hosts else "it is not in --allowed_image_hosts"
         raise ConfigError(
             f"pictures are not fetched from {host}: {how}, or send the picture itself, as a data URL in base64"
         )
+    return parts, host, port
+
+
+def _lower(hosts: Sequence[str]) -> list[str]:
+    return [host.rstrip(".").lower() for host in hosts]
+
+
+def _asked(
+    url: str, allowed_hosts: Sequence[str], until: float, known: Version | None
+) -> tuple[bytes, Version] | str | None:
+    """The body of an answer, or where it redirects to; None: it is the known one."""
+    parts, host, port = check_allowed(url, allowed_hosts)
+    question = known.headers if known is not None and known.url == url else {}
     address = _address(host, port, is_named=host in _lower(allowed_hosts))
     try:
         with _connection(parts.scheme, host, port, address, until) as connection:
             path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-            connection.request("GET", path, headers={"User-Agent": _AGENT, "Accept": "image/*", "Connection": "close"})
+            connection.request("GET", path, headers={**_HEADERS, **question})
             with connection.getresponse() as response:
                 target = response.getheader("Location")
                 if response.status in _REDIRECTS and target:
                     return urljoin(url, target)
+                if response.status == 304 and question:
+                    return None
                 if response.status != 200:
                     raise ConfigError(f"{host} answers the picture's URL with status {response.status}")
-                body = _body(response)
+                body, version = _body(response), _version(url, response)
             _left(until)  # what was cut in time looks like an end
-            return body
+            return body, version
     except (OSError, http.client.HTTPException, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -178,6 +218,16 @@ def _left(until: float) -> float:
     if left <= 0:
         raise TimeoutError
     return left
+
+
+def _version(url: str, response: http.client.HTTPResponse) -> Version:
+    found = {asks: response.getheader(name, "") for name, asks in _QUESTIONS.items()}
+    headers = {name: text for name, text in found.items() if 0 < len(text) <= _MOST_CHARS and text.isprintable()}
+    said = response.getheader("Cache-Control", "").lower()
+    age = _MAX_AGE.search(said)
+    if "no-store" in said or "no-cache" in said:
+        return Version(url, headers, 0.0)
+    return Version(url, headers, None if age is None else float(age[1]))
 
 
 def _body(response: http.client.HTTPResponse) -> bytes:

@@ -19,13 +19,18 @@ from ktransformers.media.store import PictureStore
 from ktransformers.system.asked_process import AnswerTimeout, AskedProcess, ProcessEndedError
 from ktransformers.system.child import spawn_code
 
-__all__ = ["ChildReader"]
+__all__ = ["ChildReader", "key_of"]
 
 _log = logging.getLogger(__name__)
 
 _START_SECONDS = 180.0  # torch and transformers, on a slow disk
 _SECONDS = 120.0  # a picture; the largest take ten on two busy cores
 _MOST_KNOWN = 4096
+
+
+def key_of(data: bytes) -> bytes:
+    """Return what an encoded picture is found again by: 32 bytes."""
+    return blake2b(data, digest_size=32).digest()
 
 
 class ChildReader:
@@ -66,10 +71,9 @@ class ChildReader:
             raise ConfigError(f"detail {detail!r:.40} is not one of {', '.join(DETAILS)}")
         if len(data) > MAX_NBYTES:
             raise ConfigError(f"the picture has {len(data)} bytes; at most {MAX_NBYTES} are read")
-        key = (blake2b(data, digest_size=32).digest(), detail)
-        with self._lock:
-            known = self._known.get(key)
-        if known is not None and self.store.has(known.digest):
+        key = key_of(data)
+        known = self.known(key, detail)
+        if known is not None:
             return known
         self._open()
         made = self._ask(msgspec.msgpack.encode(Question(data, detail)))
@@ -77,10 +81,16 @@ class ChildReader:
         self.store.add(made.digest, made.nbytes)
         picture = ReadPicture(made.digest, made.text, made.num_positions, made.width, made.height)
         with self._lock:
-            self._known[key] = picture
+            self._known[key, detail] = picture
             while len(self._known) > _MOST_KNOWN:
                 self._known.popitem(last=False)
         return picture
+
+    def known(self, key: bytes, detail: str | None = None) -> ReadPicture | None:
+        """Return the picture of the bytes with this `key_of`, while it is in the store; None: it is not."""
+        with self._lock:
+            found = self._known.get((key, detail or DETAILS[0]))
+        return found if found is not None and self.store.has(found.digest) else None
 
     def hold(self, digests: Iterable[bytes]) -> None:
         """Keep the files of these pictures until `release`: for as long as a request needs them."""

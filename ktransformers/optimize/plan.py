@@ -8,6 +8,7 @@ that there is, and applied.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import nn
 from ktransformers.core import Phase, format_bytes
 from ktransformers.errors import CapacityError, ConfigError, RuleError, TensorMismatchError, UnsupportedError
 from ktransformers.kernels.types import QuantType
+from ktransformers.models.facts import ModelFacts
 from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements
 from ktransformers.operators.device import Devices
 from ktransformers.operators.linear.linear import KTransformersLinear
@@ -202,7 +204,7 @@ def make_plan(
     unmatched = report_unmatched(model, model_type, rules, planner.decided, strict)
     shared = _shared_modules(planner.entries, planner.tied)
     entries = _count_once(planner.entries, shared)
-    _check_tensors(planner.problems, entries, source, ignorable or source.ignorable)
+    _check_tensors(planner.problems, entries, source, ignorable or source.ignorable, operator_config.facts)
     return Plan(
         model_type=model_type,
         rule_file=rules.file,
@@ -460,7 +462,11 @@ def _count_once(entries: Iterable[PlanEntry], shared: Mapping[str, str]) -> list
 
 
 def _check_tensors(
-    problems: list[str], entries: Iterable[PlanEntry], source: WeightSource, ignorable: Callable[[str], bool]
+    problems: list[str],
+    entries: Iterable[PlanEntry],
+    source: WeightSource,
+    ignorable: Callable[[str], bool],
+    facts: ModelFacts,
 ) -> None:
     """Raise TensorMismatchError when tensors are missing, ill-shaped or read by nobody."""
     used = frozenset[str]().union(*(entry.stored_names for entry in entries))
@@ -470,9 +476,19 @@ def _check_tensors(
         parts.append(f"{len(problems)} tensors are missing or of another shape: {_first_few(problems)}")
     if left:
         parts.append(f"{len(left)} tensors are read by no module: {_first_few(left)}")
+        end = facts.first_layer + facts.num_layers
+        behind = [int(found[1]) >= end for name in left if (found := _LAYER.search(name))]
+        if any(behind):
+            parts.append(
+                f"{sum(behind)} of them are of layers behind layer {end - 1}, where the model's config counts none for "
+                "multi-token prediction (num_nextn_predict_layers)"
+            )
     if parts:
         parts.append("the weights and the model's config do not belong together, or a file is missing")
         raise TensorMismatchError("; ".join(parts))
+
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blk)\.(\d+)\.")
 
 
 def _first_few(names: list[str]) -> str:

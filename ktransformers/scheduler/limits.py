@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ktransformers.core import SamplingParams
-from ktransformers.errors import ConfigError, ContextLengthError, UnsupportedError
+from ktransformers.errors import ConfigError, ContextLengthError, PromptError, UnsupportedError
 from ktransformers.media.records import MediaItem, is_media_id, picture_stretches
 
 __all__ = ["Limits", "tokens_beside"]
@@ -38,8 +38,8 @@ class Limits:
         prediction_ids: Sequence[int] = (),
         media: Sequence[MediaItem] = (),
     ) -> None:
-        """Raise ConfigError for values that the model cannot take, ContextLengthError for a prompt that never fits,
-        UnsupportedError for text that is asked of a model without an output head.
+        """Raise ConfigError for values that the model cannot take, PromptError for a prompt of such, ContextLengthError
+        for one that never fits, UnsupportedError for text that is asked of a model without an output head.
 
         prediction_ids, media: see scheduler.records.Request; there may be as many as of a prompt of the former.
         """
@@ -48,7 +48,7 @@ class Limits:
                 "this model's files hold no output head (lm_head): it generates no text; ask it for embeddings"
             )
         if not prompt_ids:
-            raise ConfigError("the prompt is empty: there is nothing to continue")
+            raise PromptError("the prompt is empty: there is nothing to continue")
         if len(prompt_ids) >= self.max_len:
             raise self.too_long(len(prompt_ids))
         if len(prediction_ids) >= self.max_len:
@@ -77,7 +77,7 @@ class Limits:
     def _check_pictures(prompt_ids: Sequence[int], media: Sequence[MediaItem], most: int) -> None:
         longest = max((end - start for start, end in picture_stretches(prompt_ids, media)), default=0)
         if longest > most:
-            raise ConfigError(
+            raise PromptError(
                 f"a picture takes {longest} positions, which this model computes in one step, and steps have {most}: "
                 "send a smaller one, or start with a larger --chunk_size"
             )

@@ -9,7 +9,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -36,6 +36,7 @@ from ktransformers.errors import (
     NotReadyError,
     OriginError,
     PayloadTooLargeError,
+    PromptError,
     QueueFullError,
     RateLimitError,
     SlowReaderError,
@@ -43,6 +44,7 @@ from ktransformers.errors import (
     UnsupportedError,
 )
 from ktransformers.server.http.api_paths import nearest_path
+from ktransformers.server.http.fields import noted_names
 from ktransformers.server.telemetry.request_log import note_reason, request_id_of, without_quotes
 
 __all__ = [
@@ -98,7 +100,7 @@ _PROMPT_FIELDS = (
     ("/api/embed", "input"),
     ("/generate", "prompt"),
 )
-"""Ends of paths, and what a dialect calls the field that is too long there; "messages" elsewhere."""
+"""Ends of paths, and what a dialect calls the field of the prompt there; "messages" elsewhere."""
 
 
 def json_bytes(content: Any) -> bytes:
@@ -131,7 +133,7 @@ def error_body(error: KTransformersError, path: str = "") -> dict[str, Any]:
     param = None
     if isinstance(error, FieldError):
         param, code = error.param or None, error.code or code
-    if isinstance(error, ContextLengthError):
+    if isinstance(error, ContextLengthError | PromptError):
         param = next((name for suffix, name in _PROMPT_FIELDS if path.endswith(suffix)), "messages")
     return _body(path, status, str(error), type, param, code)
 
@@ -190,6 +192,17 @@ def _log_path(location: tuple[int | str, ...]) -> str:
     return _path(tuple(p if isinstance(p, int) or _FIELD.fullmatch(p) else "?" for p in named)) or "the body"
 
 
+def _in_words_of(said: Mapping[str, str], place: str | None, message: str) -> str:
+    """A message about several fields of the object at `place`, by the names that the request calls them. Of those that
+    are words of English one cannot know."""
+    before = f"{place}." if place else ""
+    for name, other in said.items():
+        own = name.removeprefix(before)
+        if name.startswith(before) and "_" in own:
+            message = re.sub(rf"\b{re.escape(own)}\b", other.removeprefix(before), message)
+    return message
+
+
 def _validation_response(error: RequestValidationError, scope: Scope) -> ApiResponse:
     first, path = error.errors()[0], scope["path"]
     if first["type"] == "json_invalid":
@@ -197,8 +210,9 @@ def _validation_response(error: RequestValidationError, scope: Scope) -> ApiResp
         note_reason(scope, f"the body is not valid JSON: {without_quotes(reason)}")
         message = f"the body is not valid JSON: {reason}"
         return ApiResponse(_body(path, 400, message, "invalid_request_error", None, None), 400)
-    param = _path(first["loc"])
-    message = str(first["msg"]).removeprefix("Value error, ")
+    own, said = _path(first["loc"]), noted_names(scope)
+    param = said.get(own or "", own)
+    message = _in_words_of(said, own, str(first["msg"]).removeprefix("Value error, "))
     if isinstance(first.get("input"), bytes):  # FastAPI decodes bodies of JSON's content types only
         message = "send the body as JSON, with Content-Type: application/json"
     if first["type"] == "extra_forbidden":

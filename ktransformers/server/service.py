@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from ktransformers import __version__
 from ktransformers.errors import ModelNotFoundError, NotReadyError
+from ktransformers.media.fetched import FetchedPictures
 from ktransformers.optimize.machine_speed import SpeedFile
 from ktransformers.server.admission import Admission
 from ktransformers.server.backend.base import BackendInterfaceBase, ModelInfo
@@ -80,6 +81,7 @@ class Service:
     recent: RecentRequests = field(default_factory=RecentRequests)
     ongoing: OngoingRequests = field(init=False)
     speed: SpeedMeter = field(init=False)
+    fetched: FetchedPictures = field(init=False)
     _json_limits: JsonLimits | None = None
     _logged: set[str] = field(default_factory=set)  # names of models, each said once
     _ignored_fields: LoggedNames = field(default_factory=LoggedNames)
@@ -88,6 +90,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self.ongoing = OngoingRequests(self.backend, self.config.max_suspended, self.config.kept_streams)
+        self.fetched = FetchedPictures(self.config.image_hosts)
         self.speed = SpeedMeter(self.backend, self.metrics.counts, limit_gbps=measured_gbps())
 
     @property

@@ -35,7 +35,7 @@ from ktransformers.tokenizer.template_limits import why_no_template
 from ktransformers.tokenizer.template_variables import template_variables
 from ktransformers.tokenizer.templates import Ending, Message, Rendered, Rendering, TemplateTurns, rendered
 from ktransformers.tokenizer.templates.calls import spelled
-from ktransformers.tokenizer.templates.pictures import PictureTexts, num_pictures, with_pictures
+from ktransformers.tokenizer.templates.pictures import PictureTexts, num_pictures, takes_one, with_pictures
 from ktransformers.tokenizer.tools import AUTO, ToolSchemas, tool_format_named
 from ktransformers.tokenizer.tools.grammars import WidenedOf, tool_grammar
 from ktransformers.tokenizer.tools.response_template import ResponseTemplateParser, why_not_usable
@@ -390,6 +390,12 @@ class Tokenizer:
     def use_pictures(self, reader: PictureReader) -> None:
         """Take pictures in conversations, as this reader reads them. To be called before any is rendered."""
         self._pictures = reader
+
+    @property
+    def takes_one_picture(self) -> bool:
+        """Whether the chat template takes a picture in a message, and no second one."""
+        reader = self._pictures if self.has_chat_template else None
+        return reader is not None and takes_one(reader.placeholder, self.turns.prober)
 
     @cached_property
     def _verbatim_of_pictures(self) -> Verbatim:

@@ -12,7 +12,10 @@ import pytest
 
 from ktransformers.errors import ConfigError
 from ktransformers.media import fetching
-from ktransformers.media.fetching import fetch, is_allowed
+from ktransformers.media.fetched import FetchedPictures
+from ktransformers.media.fetching import fetch, fetch_if_changed, is_allowed
+from ktransformers.media.picture import ReadPicture
+from ktransformers.media.reader import key_of
 
 PICTURE = b"\x89PNG any bytes"
 NAMES = {
@@ -31,6 +34,8 @@ NAMES = {
 
 class Handler(BaseHTTPRequestHandler):
     asked: list[tuple[str, str | None]]
+    questions: list[str | None]
+    tag = '"1"'
     release: threading.Event
 
     def do_GET(self) -> None:
@@ -43,6 +48,17 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(PICTURE)))
         self.end_headers()
         self.wfile.write(PICTURE)
+
+    def say_versioned(self, argument: str) -> None:
+        """argument: what Cache-Control says."""
+        asked = self.headers["If-None-Match"]
+        type(self).questions.append(asked)
+        self.send_response(304 if asked == self.tag else 200)
+        self.send_header("ETag", self.tag)
+        self.send_header("Cache-Control", argument)
+        self.end_headers()
+        if asked != self.tag:
+            self.wfile.write(PICTURE + self.tag.encode())
 
     def say_to(self, argument: str) -> None:
         self.send_response(302)
@@ -87,7 +103,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A base URL of a server that every name leads to, once its address has been checked; and what it was asked."""
-    handler = type("Own", (Handler,), {"asked": [], "release": threading.Event()})
+    handler = type("Own", (Handler,), {"asked": [], "questions": [], "release": threading.Event()})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     server.handle_error = lambda request, address: None  # type: ignore[method-assign]
@@ -210,3 +226,87 @@ def test_data_urls(url: str, data: bytes) -> None:
 def test_data_urls_that_are_none(url: str) -> None:
     with pytest.raises(ConfigError, match="data URL"):
         fetch(url)
+
+
+class Reader:
+    """Takes anything for a picture, and finds it again while it is not told to forget."""
+
+    placeholder, position_token_ids = "", frozenset[int]()
+
+    def __init__(self) -> None:
+        self.pictures = dict[tuple[bytes, str | None], ReadPicture]()
+
+    def read(self, data: bytes, detail: str | None = None) -> ReadPicture:
+        return self.pictures.setdefault((key_of(data), detail), ReadPicture(key_of(data), "", 1, 1, 1))
+
+    def known(self, key: bytes, detail: str | None = None) -> ReadPicture | None:
+        return self.pictures.get((key, detail))
+
+
+class Asking:
+    """Pictures of one URL, as the turns of a conversation name it."""
+
+    def __init__(self, control: str, path: str = "versioned"):
+        self.url, self.now, self.reader = f"http://pictures.example/{path}/{control}", 0.0, Reader()
+        self.fetched = FetchedPictures(["pictures.example"], lambda: self.now)
+
+    def get(self, detail: str | None = None) -> bool:
+        """Whether bytes had to be fetched."""
+        found = self.fetched.get(self.url, self.reader, detail)
+        if isinstance(found, bytes):
+            self.reader.read(found, detail)
+        return isinstance(found, bytes)
+
+
+@pytest.mark.parametrize(("control", "seconds"), [("private", 300), ("max-age=20", 20), ("max-age=99999999", 86400)])
+def test_a_picture_is_asked_for_again_after_a_while(control: str, seconds: int, site: Any) -> None:
+    turns = Asking(control)
+    assert [turns.get(), turns.get()] == [True, False]
+    turns.now = seconds - 1.0
+    assert not turns.get()
+    assert site.questions == [None]
+    turns.now = seconds
+    assert [turns.get(), turns.get()] == [False, False]
+    assert site.questions == [None, '"1"']
+    turns.now += seconds - 1.0
+    assert not turns.get()
+    assert len(site.questions) == 2
+    site.tag = '"2"'
+    turns.now += 1.0
+    assert [turns.get(), turns.get()] == [True, False]
+    assert site.questions == [None, '"1"', '"1"']
+    assert turns.reader.known(key_of(PICTURE + b'"2"')) is not None
+
+
+@pytest.mark.parametrize("control", ["no-store", "no-cache,max-age=60"])
+def test_who_wants_to_be_asked_is(control: str, site: Any) -> None:
+    turns = Asking(control)
+    assert [turns.get(), turns.get(), turns.get()] == [True, False, False]
+    assert site.questions == [None, '"1"', '"1"']
+
+
+def test_what_is_not_in_the_store_is_fetched(site: Any) -> None:
+    turns = Asking("private")
+    assert [turns.get(), turns.get("low"), turns.get("low"), turns.get()] == [True, True, False, False]
+    turns.reader.pictures.clear()
+    assert turns.get()
+    assert site.questions == [None] * 3
+
+
+def test_a_version_is_told_to_nobody_else(site: Any) -> None:
+    """Of a redirect the target is asked, which may be another one each time."""
+    turns = Asking("/versioned/no-cache", path="to")
+    assert [turns.get(), turns.get()] == [True, False]
+    assert site.questions == [None, '"1"']
+    known = fetch_if_changed(turns.url, ["pictures.example"])
+    assert known is not None
+    assert fetch_if_changed("http://pictures.example/versioned/private", ["pictures.example"], known[1]) is not None
+    assert site.questions == [None, '"1"', None, None]
+
+
+def test_a_known_picture_of_a_host_that_is_not_allowed(site: Any) -> None:
+    turns = Asking("private")
+    assert turns.get()
+    turns.fetched._allowed = ("other.example",)
+    with pytest.raises(ConfigError, match="not fetched from pictures"):
+        turns.get()

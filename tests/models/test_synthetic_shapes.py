@@ -27,6 +27,17 @@ def test_docs_name_every_shape(page: str) -> None:
     assert [name for name in SHAPES if f"`{name}`" not in text] == []
 
 
+@pytest.mark.parametrize(("name", "count"), [("glm-5.3-flash", 3), ("deepseek-v3", 3), ("qwen3-32b", 0)])
+def test_layers_without_experts_are_said(name: str, count: int, caplog: pytest.LogCaptureFixture) -> None:
+    """count: of such layers in front of those with experts; 0: there are none with."""
+    shape = find_shape(name)
+    open_synthetic(EngineConfig(), shape.config(max(count, 1)))
+    assert caplog.text.count("have no experts, those behind have: take more (--layers)") == (count > 0)
+    caplog.clear()
+    open_synthetic(EngineConfig(), shape.config(count + 1))
+    assert "no experts" not in caplog.text
+
+
 def test_plans_have_tables_of_ngrams_in_files() -> None:
     """As the published model's are; what is loaded makes its own, in memory."""
     shape, table = small_config("qwen3.8-flash-next", 2), "model.layers.1.ple.ple_embedding.ngram_embedding"

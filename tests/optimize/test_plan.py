@@ -211,6 +211,10 @@ def break_left_over(source: FakeSource) -> None:
     source.shapes.update({f"model.layers.{i}.mlp.extra.weight": (1,) for i in range(7)})
 
 
+def break_uncounted(source: FakeSource) -> None:
+    source.shapes.update({f"model.layers.{i}.eh_proj.weight": (1,) for i in (1, 2, 3)})
+
+
 MISMATCHES: dict[Callable[[FakeSource], None], list[str]] = {
     break_missing: [
         "2 tensors are missing or",
@@ -218,6 +222,11 @@ MISMATCHES: dict[Callable[[FakeSource], None], list[str]] = {
         "layers.1.mlp.up_proj",
     ],
     break_shape: ["model.norm.weight has shape (63,)", "(64,)"],
+    break_uncounted: [
+        "3 tensors are read by no module: ",
+        "2 of them are of layers behind layer 1, where the model's config counts none for multi-token prediction "
+        "(num_nextn_predict_layers)",
+    ],
     break_left_over: ["7 tensors are read by no module: ", "model.layers.2.mlp.extra.weight", "and 4 more"],
 }
 

@@ -130,6 +130,25 @@ def test_a_template_that_knows_strings_gets_the_placeholder_in_the_text(qwen: An
     )
 
 
+def test_templates_that_take_one_picture_in_a_message(qwen: Any, opened: Any) -> None:
+    assert not any(opened(name)[0].takes_one_picture for name in FAMILIES)
+    tokenizer, _ = qwen
+    assert not tokenizer.takes_one_picture
+    loop = "{%- for part in message.content -%}"
+    template = tokenizer.backend.chat_template
+    assert loop in template
+    refusing = "{%- if message.content | selectattr('type', 'equalto', 'image') | list | length > 1 -%}"
+    tokenizer.use_chat_template(
+        template.replace(loop, f"{refusing}{{{{- raise_exception('one') -}}}}{{%- endif -%}}{loop}")
+    )
+    assert tokenizer.takes_one_picture
+    first = "{%- if part.type == 'image' and not loop.first -%}{%- elif part.type == 'image' -%}"
+    tokenizer.use_chat_template(template.replace("{%- if part.type == 'image' -%}", first))
+    assert tokenizer.takes_one_picture
+    tokenizer.use_chat_template(STRINGS)
+    assert not tokenizer.takes_one_picture
+
+
 def test_a_picture_where_the_template_knows_none_is_written_as_the_users(opened: Any) -> None:
     """Mistral's template raises for lists of the assistant; around a picture of the user's stands nothing there, and
     in the one below vision tokens do."""

@@ -10,8 +10,6 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ktransformers.cli.models.plan_nodes import nodes_command
@@ -73,7 +71,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def plan_config(args: argparse.Namespace) -> EngineConfig:
     """Return the configuration that the arguments ask for, the bundled model's by default. Raises ConfigError."""
-    config = replace(engine_config(args), picture_folder=Path("pictures"))  # with the tower, as `serve` has it
+    config = engine_config(args)
     if args.synthetic is None:
         return with_default_model(config)
     if config.model_path is not None or config.gguf_path is not None:
@@ -126,10 +124,11 @@ def expect(preview: DryRun, speed: MachineSpeed | None, batch: int, context: int
 
 def open_planned(config: EngineConfig, synthetic: str | None) -> OpenedModel:
     """Open the model of the configuration's files, or the published shape called `synthetic`."""
+    from ktransformers.engine.api.pictures import as_served
     from ktransformers.engine.model.opened import open_model, open_synthetic
 
     if synthetic is None:
-        return open_model(config)
+        return open_model(as_served(config))
     from ktransformers.models.synthetic_shapes import find_shape
 
     return open_synthetic(config, find_shape(synthetic).config(), stands_for_files=True)

@@ -390,6 +390,8 @@ _UNSUPPORTED = (
     _switch("--no_mmproj_offload", "--tower_device", "--tower_device=cpu"),
     _refused("--image --audio --model_vocoder -mv", "--gguf_path", _PICTURES),
     _refused("--limit_mm_per_prompt", "--max_images", "--max_images N limits the images of a request"),
+    _refused("--image_min_tokens --image_max_tokens --mm_processor_kwargs", "--max_images",
+             "the model's files say how large pictures are read; detail: low in a request has them read smaller"),
     _alias("--allowed_media_domains", "--allowed_image_hosts"),
     _refused("--allowed_local_media_path --media_path", "--allowed_image_hosts",
              "files of this machine are read for no request; clients send images as data: URLs"),

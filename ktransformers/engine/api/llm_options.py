@@ -49,7 +49,7 @@ class EngineKeywords(TypedDict, total=False):
     cpu_bf16: str
     gpu_memory: float
     hot_experts: str
-    lend_slots: bool
+    lend_slots: bool | None
     use_cuda: bool | None
     use_cuda_graph: bool | None
     attention_backend: str

@@ -25,7 +25,7 @@ from ktransformers.media.records import MediaItem
 from ktransformers.media.store import PictureStore
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["Pictures", "why_no_pictures"]
+__all__ = ["Pictures", "as_served", "why_no_pictures"]
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +48,12 @@ def why_no_pictures(config: EngineConfig) -> str | None:
         return why_not if projector_processor(config) is None else None
     except (FormatError, UnsupportedError) as error:
         return str(error)
+
+
+def as_served(config: EngineConfig) -> EngineConfig:
+    """Return what a model is opened with by those who plan or describe it only: with its tower, where `Pictures` would
+    have it read pictures. Nothing is in the folder of its store."""
+    return replace(config, picture_folder=Path("pictures") if why_no_pictures(config) is None else None)
 
 
 def _why_no_processor(config: EngineConfig) -> str | None:

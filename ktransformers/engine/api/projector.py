@@ -14,7 +14,8 @@ from ktransformers.engine.model.tower import projector_path
 from ktransformers.errors import ConfigError, FormatError, UnsupportedError
 from ktransformers.models.gguf.mmproj_processor import MmprojProcessor, mmproj_processor
 from ktransformers.tokenizer.tokenizer import Tokenizer
-from ktransformers.weights.gguf.file import gguf_files, open_gguf
+from ktransformers.weights.gguf.file import GGUFModel, gguf_files, open_gguf
+from ktransformers.weights.gguf.mmproj import mmproj_inside
 from ktransformers.weights.loader import weight_format
 
 __all__ = ["gguf_of", "projector_processor", "write_processor"]
@@ -23,19 +24,30 @@ _POSITION_FIELD = "image_token_id"
 
 
 def projector_processor(config: EngineConfig) -> MmprojProcessor | None:
-    """Return the processor that the projector file of a model is for; None: the model is no GGUF, or has no such file.
+    """Return the processor that the projector file of a model is for, or the tower in its own file; None: the model is
+    no GGUF, or has neither.
 
-    Reads headers of the projector only. Raises FormatError, or UnsupportedError for projectors that are not read here;
+    Reads headers only. Raises FormatError, or UnsupportedError for projectors that are not read here;
     both name the file.
     """
     path = gguf_of(config)
-    projector = None if path is None else projector_path(config, path)
-    if projector is None:
+    if path is None:
         return None
+    beside = projector_path(config, path)
     try:
-        return mmproj_processor(open_gguf(projector).metadata)
+        projector = _inside(path) if beside is None else open_gguf(beside)
+        return None if projector is None else mmproj_processor(projector.metadata)
     except (FormatError, UnsupportedError) as error:
-        raise type(error)(str(error) if str(projector) in str(error) else f"{projector}: {error}") from error
+        where = beside or path
+        raise type(error)(str(error) if str(where) in str(error) else f"{where}: {error}") from error
+
+
+def _inside(path: Path) -> GGUFModel | None:
+    try:
+        model = open_gguf(path)
+    except FormatError:
+        return None  # who loads the model says what is wrong with it
+    return mmproj_inside(model)
 
 
 def gguf_of(config: EngineConfig) -> Path | None:
@@ -47,7 +59,7 @@ def gguf_of(config: EngineConfig) -> Path | None:
     try:
         kind = weight_format(path, None if config.gguf_path is not None else "safetensors")
     except (ConfigError, FormatError):
-        return None  # who loads the model says what is wrong with it
+        return None  # as above
     if kind != "gguf":
         return None
     return next(iter(gguf_files(path)), None) if path.is_dir() else path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,8 @@ import torch
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.engine.drafting.drafter import DraftLimits, DraftOutput, LogitsRequest, Piece
+from ktransformers.engine.media.family import PictureFamily
+from ktransformers.engine.media.rows import StepRow, pictures_in
 from ktransformers.engine.sampling.logits_request import WHOLE_ROW, StepLogits
 from ktransformers.engine.step.context import OneTokenStep, paged_context
 from ktransformers.engine.step.executor_runs import FIRST_ROW
@@ -20,6 +23,8 @@ from ktransformers.operators.context import ForwardContext
 from ktransformers.scheduler.records import ScheduledSequence
 
 __all__ = ["DraftModelForward", "PieceSteps"]
+
+logger = logging.getLogger(__name__)
 
 _NONE_KEPT = torch.zeros(0, dtype=torch.int64)
 
@@ -40,7 +45,8 @@ class PieceSteps:
     On a GPU the step behind one is launched while this one runs, where it is known that there will be one; it goes on
     with the tokens that this one makes. before_held: called before that with the rows of the step under way that it
     goes on from. is_fixed: see DraftForward; a token then stands at the position behind the last one that it attends
-    to.
+    to. ahead: how far behind the position of its entry a token stands that may show a part of a picture; 0: the model
+    sees no pictures.
     """
 
     def __init__(
@@ -50,8 +56,11 @@ class PieceSteps:
         before_held: Callable[[list[int]], None] = lambda rows: None,
         *,
         is_fixed: bool = False,
+        ahead: int = 0,
     ) -> None:
         self._runner, self._cache, self._before_held, self._is_fixed = runner, cache, before_held, is_fixed
+        self._ahead, self._has_said = ahead, False
+        self._pool_size = max((shape.index_pool for shape in cache.shapes), default=1)
         self._one_token = OneTokenStep(cache, runner.pool)
         self._held: _Inputs | None = None
 
@@ -83,7 +92,10 @@ class PieceSteps:
         ends = list(itertools.accumulate(len(piece.token_ids) for piece in pieces))
         self._before_held([ends[i] - 1 for i in behind])
         starts = [pieces[i].start if self._is_fixed else pieces[i].end for i in behind]
-        later = [Piece(pieces[i].run_id, start, [0], pieces[i].pages) for i, start in zip(behind, starts, strict=True)]
+        later = [
+            replace(pieces[i], start=start, token_ids=[0], hidden_states=None)
+            for i, start in zip(behind, starts, strict=True)
+        ]
         inputs = self._inputs(later, [True] * len(later))
         if self._runner.launch_held(*inputs[:4]):
             self._held = inputs
@@ -100,13 +112,31 @@ class PieceSteps:
         rows = [_row_of(piece, is_wanted) for piece, is_wanted in zip(pieces, wanted, strict=True)]
         ends = itertools.accumulate(len(piece.token_ids) for piece in pieces)
         kept = [end - 1 for end, is_wanted in zip(ends, wanted, strict=True) if is_wanted]
-        if len(pieces) == len(pieces[0].token_ids) == 1:
+        seen = [piece.pictures if self._ahead else None for piece in pieces]
+        is_first_plain = seen[0] is None or pieces[0].start >= seen[0].prompt_len + self._pool_size - 1
+        if len(pieces) == len(pieces[0].token_ids) == 1 and is_first_plain:
             step, keep = self._one_token, FIRST_ROW if kept else _NONE_KEPT
-            context = step.context(rows[0], pieces[0].pages)
+            context = step.context(rows[0], pieces[0].pages, 0 if seen[0] is None else seen[0].shift)
             return _Inputs(step.token_ids, step.positions + self._is_fixed, context, keep, kept)
         token_ids = torch.tensor([token for piece in pieces for token in piece.token_ids])
         positions, context = paged_context(self._cache, self._runner.pool, rows, [piece.pages for piece in pieces])
+        if any(seen):
+            spans = [(one, piece.start, piece.end) for one, piece in zip(seen, pieces, strict=True)]
+            positions, context = self._with_pictures(spans, positions, context)
         return _Inputs(token_ids, positions + self._is_fixed, context, torch.tensor(kept, dtype=torch.int64), kept)
+
+    def _with_pictures(
+        self, spans: Sequence[StepRow], positions: torch.Tensor, context: ForwardContext
+    ) -> tuple[torch.Tensor, ForwardContext]:
+        """Put pictures into a step, as the target's have them. One that cannot be had is a token: drafts are worse."""
+        family = PictureFamily(0)  # what is behind a position was not run: no layer may see it
+        turned, shown, failed = pictures_in(
+            spans, positions, context.kv_lens, family, self._pool_size, ahead=self._ahead
+        )
+        if failed and not self._has_said:
+            self._has_said = True
+            logger.warning("draft tokens come without a picture: %s", failed[0][1])
+        return turned, replace(context, pictures=shown, turned=turned if turned.dim() == 1 else None)
 
 
 def _row_of(piece: Piece, is_sampled: bool) -> ScheduledSequence:

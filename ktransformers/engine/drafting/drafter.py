@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from ktransformers.engine.drafting.draws import draw_drafts
+from ktransformers.engine.media.rows import RunPictures
 from ktransformers.engine.sampling.logits_request import StepLogits
 from ktransformers.engine.step.drafts import ComputedRow, DraftRequest
 from ktransformers.kernels.cpu import WorkerPool
@@ -52,13 +53,15 @@ Pages = npt.NDArray[np.int32]
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Entries of one sequence that a draft model is to run, from position `start` on. hidden_states: [n, H] of an MTP
-    layer, None of others, and of a token behind a step that was run with `behind`, where they are in place."""
+    layer, None of others, and of a token behind a step that was run with `behind`, where they are in place. pictures:
+    of the sequence, None: it has none."""
 
     run_id: int
     start: int
     token_ids: Sequence[int]
     pages: Pages
     hidden_states: torch.Tensor | None = None
+    pictures: RunPictures | None = None
 
     @property
     def end(self) -> int:
@@ -68,7 +71,7 @@ class Piece:
     def cut(self, begin: int, end: int) -> Piece:
         """Return its entries begin .. end - 1."""
         hidden = None if self.hidden_states is None else self.hidden_states[begin:end]
-        return Piece(self.run_id, self.start + begin, self.token_ids[begin:end], self.pages, hidden)
+        return replace(self, start=self.start + begin, token_ids=self.token_ids[begin:end], hidden_states=hidden)
 
 
 LogitsRequest: TypeAlias = int | None
@@ -145,6 +148,7 @@ class _Run:
     waiting: list[int] = field(default_factory=list)
     hidden_states: list[torch.Tensor] = field(default_factory=list)  # of those that wait, in stretches
     guessed: list[int] = field(default_factory=list)
+    pictures: RunPictures | None = None
 
     def add(self, start: int, token_ids: Sequence[int], hidden_states: torch.Tensor | None) -> None:
         """Take in entries from `start` on, of which it may have some already."""
@@ -171,7 +175,7 @@ class _Run:
             joined = torch.cat(self.hidden_states) if len(self.hidden_states) > 1 else self.hidden_states[0]
             # What is left is a copy: it would keep all the others in memory.
             hidden, self.hidden_states = joined[:count], [joined[count:].clone()] if count < len(joined) else []
-        piece = Piece(run_id, self.next, self.waiting[:count], pages, hidden)
+        piece = Piece(run_id, self.next, self.waiting[:count], pages, hidden, self.pictures)
         self.next += count
         self.waiting = self.waiting[count:]
         return piece
@@ -256,7 +260,7 @@ class ModelDrafter:
     def _next_piece(self, piece: Piece, token_id: int, hidden_states: torch.Tensor | None) -> Piece:
         """What runs a draft token, for the one behind it."""
         start = piece.start if self._forward.is_fixed else piece.end
-        return Piece(piece.run_id, start, [token_id], piece.pages, hidden_states)
+        return replace(piece, start=start, token_ids=[token_id], hidden_states=hidden_states)
 
     def observe(self, rows: Sequence[ComputedRow]) -> None:
         """Take in what a step computed; run what has waited for long, but for the last entry of each sequence, which
@@ -270,7 +274,7 @@ class ModelDrafter:
                 run.add(row.start + last, [row.next_id], hidden)
                 continue
             hidden = self._forward.hidden_states(row.first, len(row.token_ids))
-            run = self._runs.setdefault(row.run_id, _Run(row.start))
+            run = self._runs.setdefault(row.run_id, _Run(row.start, pictures=row.pictures))
             tokens = [*row.token_ids[shift:], row.next_id] if shift else list(row.token_ids)
             run.add(row.start, tokens, hidden)
             if len(run.waiting) > MAX_WAITING:

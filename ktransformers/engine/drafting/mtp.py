@@ -28,7 +28,7 @@ class MtpForward:
 
     runner: of its model, whose head is the target's. own, target: the forward passes of both, with a hook that keeps
     hidden states. entry: the placeholder for the embedding in its model, which has the target's. is_fixed: see
-    DraftForward.
+    DraftForward. number: of the layer, among several; the token of an entry is so many further than the next one.
     """
 
     shift = 1
@@ -43,10 +43,12 @@ class MtpForward:
         target: ForwardPass,
         *,
         is_fixed: bool = False,
+        number: int = 0,
     ) -> None:
         assert target.last_hidden is not None, "nothing keeps the target's hidden states"
         assert own.last_hidden is not None, "nothing keeps the layer's hidden states"
-        self._steps = PieceSteps(runner, cache, self._go_on, is_fixed=is_fixed)
+        ahead = 0 if is_fixed else 1 + number  # an assistant's token is none of a prompt, and has no place of its own
+        self._steps = PieceSteps(runner, cache, self._go_on, is_fixed=is_fixed, ahead=ahead)
         self.is_fixed, self.limits, self._entry = is_fixed, limits, entry
         self._target_hidden, self._own_hidden = target.last_hidden, own.last_hidden
         self._device = CPU if own.layout is None else own.layout.entry

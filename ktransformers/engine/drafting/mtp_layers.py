@@ -23,7 +23,6 @@ from ktransformers.engine.drafting.drafter import (
     DraftLimits,
     DraftOutput,
     LogitsRequest,
-    Pages,
     Piece,
     packed,
 )
@@ -42,7 +41,7 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Run:
-    """What layers behind the first one have of a sequence, whose latest pages are `pages`.
+    """What layers behind the first one have of a sequence, the latest piece of which is `latest`.
 
     tokens: those up to position `end`, as far as they are needed. waiting: by layer, from the second one on. drafted:
     tokens behind `tokens`. guessed: what the latest layer made of some of these, [n, H], for the entries up to the last
@@ -50,7 +49,7 @@ class _Run:
     """
 
     end: int
-    pages: Pages
+    latest: Piece
     tokens: list[int] = field(default_factory=list)
     waiting: dict[int, _Waiting] = field(default_factory=dict)
     drafted: list[int] = field(default_factory=list)
@@ -59,7 +58,7 @@ class _Run:
     def go_on(self, piece: Piece, rows: torch.Tensor) -> None:
         """Take in what the first layer made of a piece."""
         self.tokens += piece.token_ids
-        self.end, self.pages, self.drafted, self.guessed = piece.end, piece.pages, [], None
+        self.end, self.latest, self.drafted, self.guessed = piece.end, replace(piece, hidden_states=None), [], None
         self._add(1, piece.start, rows)
 
     def piece(self, run_id: int, layer: int, *, is_drafting: bool) -> Piece | None:
@@ -78,7 +77,7 @@ class _Run:
             return None
         first = start + layer - self.end + len(self.tokens)
         tokens = [*self.tokens, *self.drafted][first : first + len(rows)]
-        return Piece(run_id, start, tokens, self.pages, rows)
+        return Piece(run_id, start, tokens, self.latest.pages, rows, self.latest.pictures)
 
     def settle(self, layer: int, piece: Piece, rows: torch.Tensor | None) -> None:
         """Take in what a layer made of `piece`, [n, H]; None: no layer is behind it."""
@@ -126,7 +125,7 @@ class MtpLayers:
         for piece, rows in zip(pieces, self._rows(0, pieces), strict=True):
             run = self._runs.get(piece.run_id)
             if run is None or run.end != piece.start:
-                run = self._runs[piece.run_id] = _Run(piece.start, piece.pages)
+                run = self._runs[piece.run_id] = _Run(piece.start, piece)
             run.go_on(piece, rows)
         if not any(request is not None for request in requests):
             self._catch_up({one.run_id for one in pieces})

@@ -160,14 +160,14 @@ def _load_tower(built: CapturedModel) -> PictureEncoder | None:
     if built.tower is None or folder is None:
         return None
     try:
-        PictureFamily.of(built.tower.opened.model.config)
+        family = PictureFamily.of(built.tower.opened.model.config)  # asked before its weights are read
     except UnsupportedError as error:
         logger.warning("no pictures: %s", error)
         return None
     with ExitStack() as undo:
         undo.callback(built.forward.pool.close)
         undo.callback(built.plan.devices.close)
-        encoder = TowerEncoder(load_tower(built.tower.opened, built.tower.place), folder, built.forward.pool)
+        encoder = TowerEncoder(load_tower(built.tower.opened, built.tower.place), family, folder, built.forward.pool)
         undo.pop_all()
     return encoder
 
@@ -183,7 +183,7 @@ def _load_drafter(draft: PlannedDraft, target: CapturedModel, progress: Progress
         undo.callback(pool.close)
         undo.callback(target.plan.devices.close)
         while planned is not None:
-            forward, planned = _load_draft(planned, target, progress)
+            forward, planned = _load_draft(planned, target, progress, len(forwards))
             forwards.append(forward)
         undo.pop_all()
     made, several = forwards[0], [forward for forward in forwards if isinstance(forward, MtpForward)]
@@ -197,9 +197,10 @@ def _load_drafter(draft: PlannedDraft, target: CapturedModel, progress: Progress
 
 
 def _load_draft(
-    draft: PlannedDraft, target: CapturedModel, progress: Progress | None
+    draft: PlannedDraft, target: CapturedModel, progress: Progress | None, number: int
 ) -> tuple[DraftForward, PlannedDraft | None]:
-    """Load one model that drafts. Returns it, and the plan of the one that drafts the token behind its own."""
+    """Load one model that drafts, the number'th. Returns it, and the plan of the one that drafts the token behind its
+    own."""
     entry = draft.opened.model.get_input_embeddings()
     if isinstance(entry, MtpInput):
         entry.take_source(target.forward.embedding)
@@ -211,7 +212,10 @@ def _load_draft(
     limits = DraftLimits(built.config.chunk_size, longest, target.model.vocab_size)
     if isinstance(entry, MtpInput):
         passes, is_fixed = (built.forward, target.forward), draft.opened.facts.is_borrowing
-        return MtpForward(runner, built.cache, limits, entry, *passes, is_fixed=is_fixed), built.draft
+        made = MtpForward(runner, built.cache, limits, entry, *passes, is_fixed=is_fixed, number=number)
+        return made, built.draft
+    if target.tower is not None:
+        logger.info("the model that drafts sees no pictures: behind one, fewer of its tokens are right")
     return DraftModelForward(runner, built.cache, limits), built.draft
 
 

@@ -32,16 +32,17 @@ FEATURE_BYTES = 256 << 20
 
 
 class TowerEncoder:
-    """PictureEncoder over a loaded tower. folder: of the store. pool: for products on the CPU.
+    """PictureEncoder over a loaded tower. family: of its config. folder: of the store. pool: for products on the CPU.
 
     Results are on the CPU in fp32. On the CPU they do not depend on other pictures, nor on the number of threads where
-    torch's own code does not. Raises UnsupportedError for a family whose pictures cannot be run as transformers runs
-    them.
+    torch's own code does not.
     """
 
-    def __init__(self, tower: Tower, folder: Path, pool: WorkerPool, max_bytes: int = FEATURE_BYTES):
+    def __init__(
+        self, tower: Tower, family: PictureFamily, folder: Path, pool: WorkerPool, max_bytes: int = FEATURE_BYTES
+    ):
         self._tower, self._folder, self._pool, self._max_bytes = tower, folder, pool, max_bytes
-        self.family = PictureFamily.of(tower.model.config)
+        self.family = family
         self._host = picture_host(tower.model)
         self._width = int(text_config_of(tower.model.config).hidden_size)
         self._names = _tensor_names(self._host)

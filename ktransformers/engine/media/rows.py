@@ -83,10 +83,10 @@ class RunPictures:
         """Whether a position shows a part of a picture."""
         return _some_in(self._at, position, position + 1)
 
-    def is_plain(self, start: int, end: int, pool: int = 1) -> bool:
-        """Whether positions from `start` to before `end` show nothing, and have one rotary position each, which follows
-        that of `pool` - 1 positions before."""
-        if _some_in(self._at, start, end) or _some_in(self._uneven, start, end):
+    def is_plain(self, start: int, end: int, pool: int = 1, ahead: int = 0) -> bool:
+        """Whether positions from `start` to before `end` have one rotary position each, which follows that of
+        `pool` - 1 positions before, and those `ahead` behind them show nothing."""
+        if _some_in(self._at, start + ahead, end + ahead) or _some_in(self._uneven, start, end):
             return False
         if pool == 1 or self._axes is None:
             return True
@@ -143,13 +143,19 @@ def _some_in(positions: npt.NDArray[np.int64], start: int, end: int) -> bool:
 
 
 def pictures_in(
-    rows: Sequence[StepRow], positions: torch.Tensor, kv_lens: torch.Tensor, family: PictureFamily, pool: int = 1
+    rows: Sequence[StepRow],
+    positions: torch.Tensor,
+    kv_lens: torch.Tensor,
+    family: PictureFamily,
+    pool: int = 1,
+    ahead: int = 0,
 ) -> tuple[torch.Tensor, PictureRows | None, list[tuple[int, str]]]:
     """Put pictures into a step: return its rotary positions, what shows pictures in it, and (row, why) of rows whose
     pictures cannot be had, which are computed without them.
 
     positions: int64 [T], indices. kv_lens: int32 [T]. pool: positions of pools that layers rotate; 1: they have none.
-    Positions come back as [3, T] where some row needs them.
+    ahead: how far behind its own position a row's token stands, of layers for multi-token prediction. Positions come
+    back as [3, T] where some row needs them.
     """
     turned = np.broadcast_to(positions.numpy(), (3, len(positions))).copy()
     ends, starts, back = kv_lens.clone(), kv_lens - 1, (turned + 1 - pool).clip(min=0)
@@ -162,9 +168,10 @@ def pictures_in(
         elif pictures is not None:
             turned[:, first : first + end - start] = pictures.positions(start, end)
             back[:, first : first + end - start] = pictures.positions(start + 1 - pool, end + 1 - pool)
-            is_plain &= pictures.is_plain(start, end, pool)
+            is_plain &= pictures.is_plain(start, end, pool, ahead)
             try:
-                parts += [(at + first, features, which) for at, features, which in pictures.shown(start, end)]
+                shown = pictures.shown(start + ahead, end + ahead)
+                parts += [(at + first, features, which) for at, features, which in shown]
             except PICTURE_FAILURES as error:
                 failed.append((index, why_failed(error)))
             at, begins, stops = map(torch.from_numpy, pictures.bounds(start, end))
@@ -174,12 +181,12 @@ def pictures_in(
         return torch.from_numpy(turned[0].copy()), None, failed
     is_even = bool((turned == turned[0]).all())
     axes = torch.from_numpy(turned[0].copy() if is_even else turned)
-    shown = PictureRows(*_joined(parts), pool_starts=torch.from_numpy(back) if pool > 1 else None)
+    made = PictureRows(*_joined(parts), pool_starts=torch.from_numpy(back) if pool > 1 else None)
     if family.keeps_whole:
         in_full, in_windows = family.ends_in_full, family.ends_in_windows
-        shown = replace(shown, ends=ends, ends_in_full=in_full, ends_in_windows=in_windows)
-        shown = replace(shown, starts=starts if family.keeps_starts else None)
-    return axes, shown, failed
+        made = replace(made, ends=ends, ends_in_full=in_full, ends_in_windows=in_windows)
+        made = replace(made, starts=starts if family.keeps_starts else None)
+    return axes, made, failed
 
 
 def _joined(

@@ -28,7 +28,14 @@ from ktransformers.engine.model.mtp import build_mtp
 from ktransformers.engine.model.mtp_names import MtpNames, renamed_gguf, renamed_tensors
 from ktransformers.engine.model.skeleton import build_skeleton, check_kinds, check_model_type, load_hf_config
 from ktransformers.engine.model.tower import OpenedTower, composite_of, open_mmproj, open_tower, projector_path
-from ktransformers.errors import ConfigError, FormatError, UnsupportedError, WeightError, reason_of
+from ktransformers.errors import (
+    ConfigError,
+    FormatError,
+    TensorMismatchError,
+    UnsupportedError,
+    WeightError,
+    reason_of,
+)
 from ktransformers.media.torchvision import prepare_torchvision
 from ktransformers.models.assistant_config import GGUF_ARCH, assistant_config, config_of_assistant, is_assistant
 from ktransformers.models.composite import take_text_config, text_config_of
@@ -43,6 +50,7 @@ from ktransformers.system.file_kinds import wrong_start
 from ktransformers.tokenizer import Tokenizer, has_tokenizer_files, load_tokenizer, read_chat_template
 from ktransformers.weights.digests.states import FileState, states_of
 from ktransformers.weights.gguf.file import GGUFModel, open_gguf
+from ktransformers.weights.gguf.mmproj import mmproj_inside
 from ktransformers.weights.gguf.source import GGUFSource
 from ktransformers.weights.loader import WeightFormat, weight_format
 from ktransformers.weights.quantize.transcode import dequantize
@@ -142,7 +150,7 @@ def open_model(config: EngineConfig, target: OpenedModel | None = None) -> Opene
         source, files = GGUFSource(gguf, facts), [file.path for file in gguf.files]
         folder = _tower_folder(config, whole)
         if projector is not None:
-            tower = open_mmproj(whole, projector)
+            tower = _open_projector(config, whole, projector)
         elif folder is not None:
             beside = open_safetensors(folder)
             tower = _open_tower(config, whole, beside, SafetensorsSource(beside, facts, parameters), facts)
@@ -166,20 +174,37 @@ def _with_projector(
     """The config of a GGUF's composite, and its projector file, opened; the language model's own, and None, where there
     is none, or with a line of the log, where nobody named the file, and it is not read. Raises UnsupportedError or
     FormatError for one that was."""
-    path = projector_path(config, gguf.files[0].path) if config.wants_tower else None
-    if path is None:
-        if config.wants_tower and _tower_folder(config, whole) is None:
-            logger.warning("no pictures: no projector file (mmproj-*.gguf) is beside %s", gguf.files[0].path)
+    if config.mmproj is not None and config.tower_device == "none":
+        logger.warning("--mmproj %s is left unread: --tower_device none leaves the tower out", config.mmproj)
+    if not config.wants_tower:
         return whole, None
+    path = projector_path(config, gguf.files[0].path)
     try:
-        projector = open_gguf(path)
-        return composite_of(whole, gguf, projector), projector
+        projector = mmproj_inside(gguf) if path is None else open_gguf(path)
+        if projector is not None:
+            return composite_of(whole, gguf, projector), projector
     except (UnsupportedError, FormatError) as error:
-        message = str(error) if str(path) in str(error) else f"{path}: {error}"
+        where = path or gguf.files[0].path
+        message = str(error) if str(where) in str(error) else f"{where}: {error}"
         if config.mmproj is not None:
             raise type(error)(message) from error
         logger.warning("no pictures: %s", message)
         return whole, None
+    if _tower_folder(config, whole) is None:
+        logger.warning("no pictures: no projector file (mmproj-*.gguf) is beside %s", gguf.files[0].path)
+    return whole, None
+
+
+def _open_projector(config: EngineConfig, whole: PretrainedConfig, projector: GGUFModel) -> OpenedTower | None:
+    """The tower of a projector file; None, with a line of the log, where it is a part of the model's own file and makes
+    no tower. Raises TensorMismatchError for a part of a tower in a file of its own."""
+    try:
+        return open_mmproj(whole, projector)
+    except TensorMismatchError as error:
+        if projector.metadata.get("general.architecture") == "clip":
+            raise
+        logger.warning("no pictures: %s", error)
+        return None
 
 
 def _tower_folder(config: EngineConfig, whole: PretrainedConfig) -> Path | None:
@@ -345,6 +370,13 @@ def open_synthetic(
     config = config.resolved(needs_model=False)
     model = build_skeleton(hf_config)
     opened = _of_random_weights(config, model, routing, stands_for_files)
+    facts = opened.facts
+    if facts.experts is not None and not any(layer.has_experts for layer in facts.layers):
+        logger.warning(
+            "the first %d layers of this %s have no experts, those behind have: take more (--layers)",
+            facts.num_layers,
+            facts.model_type,
+        )
     if config.drafter != "mtp":
         return opened
     model = build_mtp(

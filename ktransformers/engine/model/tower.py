@@ -149,7 +149,7 @@ def composite_of(whole: PretrainedConfig, gguf: GGUFModel, projector: GGUFModel)
 
 
 def open_mmproj(whole: PretrainedConfig, file: GGUFModel) -> OpenedTower:
-    """Open the tower of a projector file. whole: the composite's config.
+    """Open the tower of a projector file, or of one inside the model's own. whole: the composite's config.
 
     Raises UnsupportedError for a projector that is not read here, and TensorMismatchError for a part of a tower.
     """

@@ -244,6 +244,9 @@ class Planner:
             planned.plan.report_fallback()
         self._report_sparsity(planned.plan)
         config, operators = self.opened.config, planned.plan.operators
+        if config.lend_slots and not planned.long_rows and not self.is_draft:
+            reason = "these slots do not lend here" if planned.hots else "no GPU has slots for experts"
+            logger.warning("--lend_slots has no effect: %s", reason)
         KvTypes.of(config.kv_type, self.opened.model, operators, config.attention_products).report(planned.shapes)
         return planned, hardware
 
@@ -345,8 +348,9 @@ class Planner:
     def _with_long_steps(self, plan: Plan, chunk_size: int) -> tuple[Plan, int]:
         """`plan` with room for steps on memory that slots lend, where steps are those of one process and one model."""
         opened, config = self.opened, self.opened.config
-        is_alone = opened.partial_sums is None and config.pipeline == 1 and not self.is_draft and config.lend_slots
-        if not is_alone or opened.draft is not None or config.drafter == "mtp" or config.hot_experts == "off":
+        is_alone = opened.partial_sums is None and config.pipeline == 1 and not self.is_draft
+        is_drafting = opened.draft is not None or config.drafter == "mtp"
+        if not is_alone or is_drafting or config.hot_experts == "off" or config.lend_slots is False:
             return plan, 0
         may_move = config.optimize_config_path is None
         return with_long_steps(plan, opened.source, opened.facts, chunk_size, may_move=may_move)

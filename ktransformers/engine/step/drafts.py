@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ktransformers.engine.media.rows import RunPictures
 from ktransformers.engine.sampling.sampler import RequestSampler
 from ktransformers.engine.step.executor_runs import StepTensors
 from ktransformers.errors import EngineError
@@ -48,6 +49,7 @@ class ComputedRow:
     """Tokens of a sequence that a step has computed, draft tokens among them as far as they were accepted.
 
     They have the positions from `start` on, and are the step's rows from `first` on. next_id: the token behind them.
+    pictures: of the sequence, whose positions have a token in the place of theirs; None: it has none.
     """
 
     run_id: int
@@ -56,6 +58,7 @@ class ComputedRow:
     next_id: int
     first: int
     pages: _Pages
+    pictures: RunPictures | None = None
 
 
 class EngineDrafter(Protocol):
@@ -135,5 +138,5 @@ def computed_rows(
             next_id = run.start.token_ids[row.start + row.num_tokens]
         if next_id is not None:
             tokens = ids[begin : begin + num_known]
-            found.append(ComputedRow(row.run_id, row.start, tokens, next_id, begin, run.block_table))
+            found.append(ComputedRow(row.run_id, row.start, tokens, next_id, begin, run.block_table, run.pictures))
     return found

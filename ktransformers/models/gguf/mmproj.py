@@ -34,6 +34,10 @@ class Vision:
             raise FormatError(f"clip.vision.{key} is {value!r:.40}, and must be a number above 0")
         return value
 
+    def bound(self, key: str) -> int | None:
+        """Return a whole number above 0; None where the file says nothing, or 0."""
+        return self.number(key) if self.metadata.get(f"clip.vision.{key}") else None
+
     def real(self, key: str, usual: float) -> float:
         """Return a number. usual: where the file says nothing."""
         value = self.metadata.get(f"clip.vision.{key}", usual)

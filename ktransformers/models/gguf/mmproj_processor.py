@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ktransformers.errors import FormatError
 from ktransformers.models.gguf.mmproj import PROJECTORS, Vision, projector_of
 
 __all__ = ["MmprojProcessor", "mmproj_processor"]
@@ -104,13 +105,15 @@ def _image(kind: str, file: Vision) -> Values:
     patch, size = file.number("patch_size"), file.number("image_size")
     if kind.startswith("qwen"):
         merge = file.number("spatial_merge_size", 2)
-        least, most = (file.number(f"image_{end}_pixels", usual) for end, usual in _pixels(patch, merge))
+        least, most = _pixels(file, (patch * merge) ** 2)
         values: Values = {"patch_size": patch, "merge_size": merge, "temporal_patch_size": 2}
         return {**values, "size": {"shortest_edge": least, "longest_edge": most}}
     if kind == "pixtral":
         return {"patch_size": patch, "size": {"longest_edge": size}}
     if kind == "kimik25":
-        return {"patch_size": patch, "merge_size": file.number("projector.scale_factor", 2)}
+        merge = file.number("projector.scale_factor", 2)
+        most_patches = _pixels(file, (patch * merge) ** 2)[1] // patch**2  # it makes no picture larger
+        return {"patch_size": patch, "merge_size": merge, "max_patches": most_patches}
     values = {"size": {"height": size, "width": size}}
     if kind == "internvl":
         least, most = file.number("preproc_min_tiles", 1), file.number("preproc_max_tiles", 12)
@@ -131,6 +134,11 @@ def _text(kind: str, file: Vision) -> Values:
     return {}
 
 
-def _pixels(patch: int, merge: int) -> tuple[tuple[str, int], tuple[str, int]]:
-    """What llama.cpp bounds pictures to where the file does not say: 8 to 4096 positions."""
-    return ("min", 8 * (patch * merge) ** 2), ("max", 4096 * (patch * merge) ** 2)
+def _pixels(file: Vision, position: int) -> tuple[int, int]:
+    """The least and the most pixels of a picture. position: pixels of one, of which llama.cpp takes 8 to 4096 where the
+    file does not say. Raises FormatError."""
+    least, most = (file.bound(f"image_{end}_pixels") for end in ("min", "max"))
+    if least is not None and most is not None and least > most:
+        raise FormatError(f"clip.vision.image_min_pixels is {least}, more than image_max_pixels, {most}")
+    few, many = 8 * position, 4096 * position
+    return least or min(few, most or few), most or max(many, least or many)

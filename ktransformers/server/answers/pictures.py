@@ -12,11 +12,12 @@ from __future__ import annotations
 import base64
 import binascii
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 from ktransformers.errors import ConfigError, FieldError
-from ktransformers.media.fetching import fetch
+from ktransformers.media.fetching import data_of
 from ktransformers.media.picture import ReadPicture
 from ktransformers.server.answers.history import left_out
 from ktransformers.server.answers.requests import Conversation, Message, Part, UnreadPicture, joined
@@ -75,6 +76,7 @@ class RequestPictures:
         if len(pictures) > most and not self._is_ignoring:
             place = pictures[most].place
             raise FieldError(f"{place}: {len(pictures)} pictures are more than {most} (--max_images)", place)
+        self._check_videos(asked)
         known = self._kept_files(len(pictures))
         shown: list[ReadPicture | str] = []
 
@@ -93,6 +95,18 @@ class RequestPictures:
         ]
         self.shown = tuple(shown)
         return replace(asked, messages=messages, altered=(*asked.altered, *self._altered))
+
+    def _check_videos(self, asked: Conversation) -> None:
+        """Raise FieldError for a user's video of several frames where the model takes one picture in a message."""
+        users = [message for message in asked.messages if message.role != "tool"]
+        places = Counter(part.place for one in users for part in one.parts if isinstance(part, UnreadPicture))
+        videos = [place for place, count in places.items() if count > 1]
+        if videos and self._holder is not None and self._service.model.tokenizer.takes_one_picture:
+            raise FieldError(
+                f"{videos[0]}: a video is several pictures, and {self._service.model_names[0]} takes one in a message: "
+                "send one frame",
+                videos[0],
+            )
 
     @property
     def _is_ignoring(self) -> bool:
@@ -122,7 +136,7 @@ class RequestPictures:
             )
         began, metrics = time.perf_counter(), self._service.metrics
         try:
-            found = self._holder.read(self._bytes_of(picture), picture.detail)
+            found = self._found(picture, self._holder)
         except ConfigError as error:
             if is_result:
                 metrics.picture("left_out")
@@ -139,15 +153,24 @@ class RequestPictures:
             self._holder.hold(digests)
             self._held += digests
 
-    def _bytes_of(self, picture: UnreadPicture) -> bytes:
-        if ":" in picture.source[:_MOST_SCHEME]:
-            if self._fetch_seconds > _FETCH_SECONDS:
-                raise ConfigError(f"fetching the pictures of this request took more than {_FETCH_SECONDS:g} s")
-            began = time.monotonic()
-            data = fetch(picture.source, self._service.config.image_hosts)
-            self._fetch_seconds += time.monotonic() - began
-            return data
-        try:
-            return base64.b64decode("".join(picture.source.split()), validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise ConfigError(f"it is neither a URL nor base64: {error}") from error
+    def _found(self, picture: UnreadPicture, reader: ServedPictures) -> ReadPicture:
+        source = picture.source
+        found: ReadPicture | bytes
+        if source[:5].lower() == "data:":
+            found = data_of(source)
+        elif ":" in source[:_MOST_SCHEME]:
+            found = self._fetched(source, reader, picture.detail)
+        else:
+            try:
+                found = base64.b64decode("".join(source.split()), validate=True)
+            except (binascii.Error, ValueError) as error:
+                raise ConfigError(f"it is neither a URL nor base64: {error}") from error
+        return reader.read(found, picture.detail) if isinstance(found, bytes) else found
+
+    def _fetched(self, url: str, reader: ServedPictures, detail: str | None) -> ReadPicture | bytes:
+        if self._fetch_seconds > _FETCH_SECONDS:
+            raise ConfigError(f"fetching the pictures of this request took more than {_FETCH_SECONDS:g} s")
+        began = time.monotonic()
+        found = self._service.fetched.get(url, reader, detail)
+        self._fetch_seconds += time.monotonic() - began
+        return found

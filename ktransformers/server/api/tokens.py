@@ -33,6 +33,7 @@ MAX_TOKENS = 1 << 18
 
 
 def _tokens(request: Request, body: TokenizeBody, conversation: Conversation | None) -> Sequence[int]:
+    """The prompt's tokens; a position of a picture has the one that its processor writes there, as in vLLM."""
     service = service_of(request)
     tokenizer, config = service.model.tokenizer, service.config
     max_len = max(service.model.max_len, MAX_TOKENS)
@@ -42,27 +43,27 @@ def _tokens(request: Request, body: TokenizeBody, conversation: Conversation | N
         )
     note_unused(request, template_kwargs(tokenizer, conversation).ignored)
     note_altered(request, conversation.altered)
-    return chat_prompt(
+    pictures = service.model.pictures
+    prompt = chat_prompt(
         tokenizer,
         conversation,
         max_len=max_len,
         force_think=config.force_think,
         reads_special_tokens=config.reads_special_tokens,
         note_changes=partial(note_ignored, request.scope),
-    ).ids
+    )
+    if pictures is None or not prompt.media:
+        return prompt.ids
+    position = min(pictures.position_token_ids)
+    return [position if is_media_id(token) else token for token in prompt.ids]
 
 
 def _tokenize(request: Request, body: TokenizeBody, conversation: Conversation | None) -> Response:
     model, tokens = service_of(request).model, _tokens(request, body, conversation)
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": model.max_len, "tokens": tokens}
     if body.return_token_strs:
-        answer["token_strs"] = [_text_of(model, token) for token in tokens]
+        answer["token_strs"] = [model.tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens]
     return ApiResponse(answer)
-
-
-def _text_of(model: ModelInfo, token: int) -> str:
-    """Without text: a position that shows a part of a picture."""
-    return "" if is_media_id(token) else model.tokenizer.token_bytes(token).decode("utf-8", "replace")
 
 
 def _detokenize(model: ModelInfo, tokens: list[int]) -> Response:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.api.pictures import Pictures, why_no_pictures
-from ktransformers.media.picture import PictureReader
+from ktransformers.media.fetched import KnowingReader
 from ktransformers.tokenizer import Tokenizer
 
 __all__ = ["NO_TOWER", "PictureFiles", "PictureSupport", "ServedPictures", "picture_support", "why_text_only"]
@@ -30,7 +30,7 @@ class PictureFiles(Protocol):
         ...
 
 
-class ServedPictures(PictureReader, Protocol):
+class ServedPictures(KnowingReader, Protocol):
     """Reads the pictures of a served model, and knows the store that its engine finds them in."""
 
     @property

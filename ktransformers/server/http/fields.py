@@ -42,6 +42,7 @@ __all__ = [
     "note_dropped",
     "note_ignored",
     "note_said_names",
+    "noted_names",
     "refuse",
     "said_names",
     "schema_place",
@@ -182,10 +183,14 @@ def sort_fields(body: Mapping[str, Any], table: FieldTable, *, is_strict: bool =
 
 
 def said_names(body: Mapping[str, Any], table: FieldTable) -> dict[str, str]:
-    """Return the names by which a body calls sorted fields otherwise than by their own."""
+    """Return the names by which a body calls sorted fields otherwise than by their own. Of fields within others both
+    names begin with the outer one's."""
     made: dict[str, str] = {}
     for name, value in body.items():
         rule = table.get(name)
+        if rule is not None and rule.inner is not None and isinstance(value, dict):
+            within_it = said_names(value, rule.inner)
+            made |= {f"{name}.{inner}": f"{name}.{said}" for inner, said in within_it.items()}
         if rule is None or rule.to is None:
             continue
         for inner, _ in _meaning(name, value, table):
@@ -309,8 +314,14 @@ def note_ignored(scope: MutableMapping[str, Any], names: Iterable[str]) -> None:
 
 
 def note_said_names(scope: MutableMapping[str, Any], names: Mapping[str, str]) -> None:
-    """Note what the request calls these fields, for its response's header. names: see `said_names`."""
+    """Note what the request calls these fields, for its response. names: see `said_names`."""
     scope[_SAID_KEY] = names
+
+
+def noted_names(scope: Mapping[str, Any]) -> Mapping[str, str]:
+    """Return what was noted, see `note_said_names`."""
+    found: Mapping[str, str] = scope.get(_SAID_KEY, {})
+    return found
 
 
 def note_dropped(scope: MutableMapping[str, Any], num_messages: int) -> None:
@@ -320,7 +331,7 @@ def note_dropped(scope: MutableMapping[str, Any], num_messages: int) -> None:
 
 def ignored_header(scope: Mapping[str, Any]) -> dict[str, str]:
     """Return the headers that name what of a request was not taken, empty when all was."""
-    said = scope.get(_SAID_KEY, {})
+    said = noted_names(scope)
     names = _shown(
         name if "#" in name else said.get(name.partition(".")[0], name)  # a place in a schema is one of the field's own
         for name in scope.get(_SCOPE_KEY, ())

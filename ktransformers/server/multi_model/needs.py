@@ -86,13 +86,14 @@ def _in_child(model: ToPlan) -> ModelNeeds:
 
 def plan_needs(model: ToPlan) -> ModelNeeds:
     """Plan the memory that one model needs on this machine. Imports torch."""
+    from ktransformers.engine.api.pictures import as_served
     from ktransformers.engine.model.opened import open_model
     from ktransformers.engine.plan.cache_plan import CachePlan
     from ktransformers.engine.plan.dry_run import on_one_thread
     from ktransformers.engine.plan.planning import Hardware, Planner
 
     try:
-        opened = open_model(model.config)
+        opened = open_model(as_served(model.config))
         hardware = Hardware.detect(model.config)
         machine = hardware.machine
         with on_one_thread():

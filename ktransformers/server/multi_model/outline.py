@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ktransformers.config import EngineConfig
+from ktransformers.engine.api.pictures import as_served
 from ktransformers.engine.model.checks import check_tokenizer
 from ktransformers.engine.model.opened import describe_model, open_model
 from ktransformers.engine.sequence.outputs import default_sampling_params
@@ -21,7 +22,7 @@ def outline_of(config: EngineConfig, needs: ModelNeeds) -> ModelInfo:
     model would.
     """
     check_tokenizer(config)
-    described = describe_model(open_model(config))
+    described = describe_model(open_model(as_served(config)))
     context_len = described.context_len
     return ModelInfo(
         tokenizer=described.tokenizer,

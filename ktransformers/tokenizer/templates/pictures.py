@@ -20,7 +20,7 @@ from ktransformers.tokenizer.templates.rendering import Message
 from ktransformers.tokenizer.templates.turns import Rendered, Rendering
 from ktransformers.tokenizer.verbatim import unused_number
 
-__all__ = ["PictureTexts", "num_pictures", "with_pictures"]
+__all__ = ["PictureTexts", "num_pictures", "takes_one", "with_pictures"]
 
 _DIGITS = 4
 _PROBE = "60217401"
@@ -40,6 +40,13 @@ class PictureTexts:
 def num_pictures(messages: Sequence[Message]) -> int:
     """Return how many parts of a conversation are pictures."""
     return sum(_is_picture(part) for message in messages for part in _parts(message))
+
+
+def takes_one(placeholder: str, prober: Prober) -> bool:
+    """Whether a template writes one picture of a turn, and of two not both. False of one that knows no pictures, whose
+    texts they are put into."""
+    one, two = (_probed(count, prober) for count in (1, 2))
+    return one is not None and one.count(placeholder) == 1 and (two is None or two.count(placeholder) != 2)
 
 
 def with_pictures(
@@ -118,15 +125,19 @@ def _put(text: str, mark: str, marked: Sequence[int], pictures: PictureTexts, pr
 
 def _around(placeholder: str, prober: Prober) -> tuple[str, str]:
     """What the template writes before and behind the placeholder of a user's picture; nothing, where it knows none."""
-    words = {"type": "text", "text": _PROBE}
-    shown = prober.render([{"role": "user", "content": [{"type": "image"}, words]}])
-    plain = prober.render([{"role": "user", "content": [words]}])
+    shown, plain = _probed(1, prober), _probed(0, prober)
     if shown is None or plain is None or shown.count(placeholder) != 1 or placeholder in plain:
         return "", ""
     start = _num_equal(shown, plain)
     end = _num_equal(shown[start:][::-1], plain[start:][::-1])
     before, _, behind = shown[start : len(shown) - end].partition(placeholder)
     return before, behind
+
+
+def _probed(count: int, prober: Prober) -> str | None:
+    """A user's turn of so many pictures and a text; None: the template refuses it."""
+    words = {"type": "text", "text": _PROBE}
+    return prober.render([{"role": "user", "content": [*[{"type": "image"}] * count, words]}])
 
 
 def _num_equal(a: str, b: str) -> int:

@@ -28,7 +28,7 @@ from ktransformers.errors import FormatError
 from ktransformers.kernels.types import QuantType, RawTensor, block_size, row_bytes
 from ktransformers.system.file_kinds import HEAD_BYTES, incomplete, is_projector, not_weights, size_of
 from ktransformers.weights.mapped_file import map_file
-from ktransformers.weights.ollama import gpt_oss
+from ktransformers.weights.ollama import gpt_oss, towers
 
 __all__ = ["OTHER_FILE", "GGUFFile", "GGUFModel", "GGUFTensor", "MetadataValue", "open_gguf", "shown"]
 
@@ -185,7 +185,17 @@ def parse_file(path: Path) -> GGUFFile:
     placed = {name: _placed(reader, tensor, start, alignment) for name, tensor in tensors.items()}
     _check_overlap(reader, placed)
     file = GGUFFile(path, metadata, placed, data, value_types)
-    return _from_ollamas_gpt_oss(file) if metadata.get("general.architecture") == gpt_oss.ARCHITECTURE else file
+    architecture = metadata.get("general.architecture")
+    if architecture == towers.QWEN25VL:
+        return _from_ollamas_qwen25vl(file)
+    return _from_ollamas_gpt_oss(file) if architecture == gpt_oss.ARCHITECTURE else file
+
+
+def _from_ollamas_qwen25vl(file: GGUFFile) -> GGUFFile:
+    """The same file under the name of its architecture that llama.cpp has."""
+    metadata = {towers.renamed_key(key): value for key, value in file.metadata.items()}
+    value_types = {towers.renamed_key(key): kind for key, kind in file.value_types.items()}
+    return replace(file, metadata={**metadata, "general.architecture": towers.QWEN2VL}, value_types=value_types)
 
 
 def _from_ollamas_gpt_oss(file: GGUFFile) -> GGUFFile:

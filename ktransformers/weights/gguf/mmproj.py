@@ -10,18 +10,21 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from ktransformers.errors import TensorMismatchError
 from ktransformers.kernels.types import QuantType
 from ktransformers.system.file_kinds import is_projector, projector_rank
-from ktransformers.weights.gguf.file import GGUFModel
+from ktransformers.weights.gguf.file import GGUFFile, GGUFModel, MetadataValue
+from ktransformers.weights.ollama.towers import has_tower, projector_metadata, projector_name
 from ktransformers.weights.quantize.transcode import dequantize
 from ktransformers.weights.source import TensorInfo
 
-__all__ = ["MmprojSource", "mmproj_beside"]
+__all__ = ["MmprojSource", "mmproj_beside", "mmproj_inside"]
 
 _IN_BLOCKS: Mapping[str, tuple[str, ...]] = {
     "ln1": ("norm1", "layer_norm1", "input_layernorm", "attention_norm", "layernorm_before"),
@@ -82,6 +85,22 @@ def mmproj_beside(path: Path) -> Path | None:
     return None
 
 
+def mmproj_inside(model: GGUFModel) -> GGUFModel | None:
+    """Return the tower that a model's own file holds, as Ollama writes it, as a projector file; None where it holds
+    none. Raises UnsupportedError, FormatError, see weights/ollama/towers.py."""
+    if not has_tower(model.tensors):
+        return None
+    architecture, metadata = model.architecture, model.metadata
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.tensors.items()}
+    said = {**metadata, **projector_metadata(architecture, metadata, shapes)}
+    files = list[GGUFFile]()
+    for file in model.files:
+        names = {name: projector_name(architecture, name, metadata) for name in file.tensors}
+        own = {ours: replace(file.tensors[name], name=ours) for name, ours in names.items() if ours is not None}
+        files.append(replace(file, metadata=cast(Mapping[str, MetadataValue], said), tensors=own))
+    return GGUFModel(files)
+
+
 class MmprojSource:
     """The tensors of a projector file, dequantized.
 
@@ -98,6 +117,7 @@ class MmprojSource:
         deepstack: Sequence[int] = (),
     ):
         self._model, self._projector, self._heads, self._deepstack = model, projector, heads, deepstack
+        self._is_ollamas = model.metadata.get("general.architecture") != "clip"
         self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
 
     def find(self, name: str) -> TensorInfo | None:
@@ -139,7 +159,7 @@ class MmprojSource:
         if self._projector == "kimik25":  # pairs of one axis behind those of the other
             pairs = rows.reshape(self._heads, 2, -1, 2, *rows.shape[1:]).transpose(1, 2)
             return pairs.reshape(self._heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
-        if self._projector == "pixtral":
+        if self._projector == "pixtral" and not self._is_ollamas:
             return rows.reshape(self._heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
         return rows
 

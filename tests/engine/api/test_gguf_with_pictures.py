@@ -16,10 +16,8 @@ from ktransformers import LLM
 from ktransformers.config import EngineConfig
 from ktransformers.engine.api.pictures import Pictures, _tower_key, why_no_pictures
 from ktransformers.engine.api.projector import write_processor
-from ktransformers.engine.media.encoder import TowerEncoder
-from ktransformers.engine.media.towers import TowerPlace, load_tower
 from ktransformers.engine.model.tower import open_mmproj
-from ktransformers.errors import ConfigError, UnsupportedError
+from ktransformers.errors import ConfigError, FormatError, UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.media.processing import Processor
 from ktransformers.models.gguf.mmproj import composite_from_mmproj
@@ -39,7 +37,7 @@ from tests.support.pictures.folders import (
     tiny_tokenizer,
     write_folder,
 )
-from tests.support.pictures.towers import save_picture, tiny_with_tower
+from tests.support.pictures.towers import encoder_over, save_picture, tiny_with_tower
 
 MEAN, STD = [0.5, 0.25, 0.125], [0.5, 0.25, 0.75]
 """As the files have them."""
@@ -154,7 +152,7 @@ def test_every_projector_has_its_processor(name: str, tmp_path: Path) -> None:
     text = tiny_config(AS_TEXT[name]) if name in AS_TEXT else model.config.text_config
     tower = open_mmproj(composite_from_mmproj(file.metadata, shapes, text, SECTIONS), file)
     with closing(WorkerPool(1)) as pool:
-        features = TowerEncoder(load_tower(tower, TowerPlace()), tmp_path, pool).features(digest)
+        features = encoder_over(tower, tmp_path, pool).features(digest)
     assert len(features.hidden) == made.num_positions
 
 
@@ -167,6 +165,36 @@ def test_sizes_that_a_file_names(tmp_path: Path) -> None:
     found = mmproj_processor(metadata)
     assert found.image["size"] == {"shortest_edge": 4096, "longest_edge": 1 << 20}
     assert found.image["image_mean"] == found.image["image_std"] == [0.5] * 3
+
+
+@pytest.mark.parametrize(
+    ("bounds", "found"),
+    [
+        ({}, (8, 4096)),
+        ({"min": 0, "max": 0}, (8, 4096)),
+        ({"min": 4}, (4, 4096)),
+        ({"min": 5000}, (5000, 5000)),
+        ({"max": 5}, (5, 5)),
+        ({"min": 64, "max": 256}, (64, 256)),
+        ({"min": 2, "max": 1}, None),
+    ],
+)
+def test_pixels_that_a_file_names(bounds: dict[str, int], found: tuple[int, int] | None) -> None:
+    """In positions of 32 x 32 pixels, of Qwen's, and in patches of a quarter, of Kimi's, which only has a largest."""
+    metadata = {
+        "clip.vision.patch_size": 16, "clip.vision.image_size": 768, "clip.vision.spatial_merge_size": 2,
+        **{f"clip.vision.image_{end}_pixels": count * 32 * 32 for end, count in bounds.items()},
+    }  # fmt: skip
+    for kind in ("qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger", "kimik25"):
+        file = {**metadata, "clip.projector_type": kind}
+        if found is None:
+            with pytest.raises(FormatError, match="image_min_pixels is 2048, more than image_max_pixels, 1024"):
+                mmproj_processor(file)
+        elif kind == "kimik25":
+            assert mmproj_processor(file).image["max_patches"] == 4 * found[1]
+        else:
+            size = mmproj_processor(file).image["size"]
+            assert size == {"shortest_edge": found[0] * 32 * 32, "longest_edge": found[1] * 32 * 32}
 
 
 def test_a_vocabulary_without_the_token_of_pictures(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

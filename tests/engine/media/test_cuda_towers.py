@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.media.encoder import TowerEncoder
 from ktransformers.engine.media.features import PictureFeatures
-from ktransformers.engine.media.towers import TowerPlace, load_tower
+from ktransformers.engine.media.towers import TowerPlace
 from ktransformers.engine.model.opened import open_model
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.device import Devices
-from tests.support.pictures.towers import IMAGE_TOKEN, heard, picture, save_picture, tiny_with_tower
+from tests.support.pictures.towers import IMAGE_TOKEN, encoder_over, heard, picture, save_picture, tiny_with_tower
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -36,7 +35,7 @@ def computed(folder: Path, pool: WorkerPool, *, is_streamed: bool) -> tuple[Pict
     opened = open_model(EngineConfig(model_path=folder, picture_folder=folder))
     assert opened.tower is not None
     place = TowerPlace(Devices()["cuda:0"], is_streamed=is_streamed)
-    encoder = TowerEncoder(load_tower(opened.tower, place), folder, pool, max_bytes=0)
+    encoder = encoder_over(opened.tower, folder, pool, place, max_bytes=0)
     first = encoder.features(DIGEST)
     encoder._kept.clear()
     second = encoder.features(DIGEST)

@@ -12,8 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.media.encoder import TowerEncoder
-from ktransformers.engine.media.towers import TowerPlace, load_tower
 from ktransformers.engine.model.opened import OpenedModel, open_model
 from ktransformers.engine.model.tower import open_mmproj
 from ktransformers.errors import ConfigError, FormatError, TensorMismatchError, UnsupportedError
@@ -26,7 +24,7 @@ from tests.engine.media.test_towers import FIRST, SECOND, SIZES, prompt_of
 from tests.support.gguf.mmproj import PROJECTOR_OF, write_mmproj
 from tests.support.gguf.writer import write_gguf
 from tests.support.models.tiny_models import fill_randomly, tiny_config
-from tests.support.pictures.towers import IMAGE_TOKEN, heard, picture, save_picture, tiny_with_tower
+from tests.support.pictures.towers import IMAGE_TOKEN, encoder_over, heard, picture, save_picture, tiny_with_tower
 
 TEXTS = {
     "qwen3_vl": ("qwen3", "qwen3vl"),
@@ -85,7 +83,7 @@ def test_features(name: str, tmp_path: Path, pool: WorkerPool) -> None:
     for name_of, tensor in model.state_dict().items():
         if name_of in tower.model.state_dict():
             assert torch.equal(tower.source.dense(name_of), tensor), name_of
-    encoder = TowerEncoder(load_tower(tower, TowerPlace()), tmp_path, pool)
+    encoder = encoder_over(tower, tmp_path, pool)
     for digest, size in zip((FIRST, SECOND), SIZES, strict=True):
         tensors = picture(name, model, *size)
         save_picture(tmp_path, digest, tensors)
@@ -104,7 +102,7 @@ def test_beside_a_language_model(name: str, tmp_path: Path, pool: WorkerPool) ->
     found = opened(path)
     assert found.tower is not None
     assert found.facts.composite_type == name
-    encoder = TowerEncoder(load_tower(found.tower, TowerPlace()), tmp_path, pool)
+    encoder = encoder_over(found.tower, tmp_path, pool)
     tensors = picture(name, model, *SIZES[0])
     save_picture(tmp_path, FIRST, tensors)
     ids, media = prompt_of(model, name, [SIZES[0]])
@@ -120,6 +118,17 @@ def test_beside_a_language_model(name: str, tmp_path: Path, pool: WorkerPool) ->
     assert text.tower is None
     assert text.facts.composite_type is None
     assert text.model.state_dict().keys() == found.model.state_dict().keys()
+
+
+def test_a_named_projector_that_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = written("gemma3", tmp_path)
+    named = tmp_path / "mmproj-F32.gguf"
+    assert opened(path, mmproj=named, tower_device="none").tower is None
+    line = f"--mmproj {named} is left unread: --tower_device none leaves the tower out"
+    assert [record.getMessage() for record in caplog.records].count(line) == 1
+    caplog.clear()
+    assert opened(path, tower_device="none").tower is None  # which nobody named
+    assert "left unread" not in caplog.text
 
 
 def test_a_folder_with_both_is_one_model(tmp_path: Path) -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from transformers import PretrainedConfig
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import Hardware, build_engine, plan_model
 from ktransformers.engine.media.encoder import FEATURE_BYTES, TowerEncoder
+from ktransformers.engine.media.family import PictureFamily
 from ktransformers.engine.model.opened import OpenedModel, open_model
 from ktransformers.engine.plan.tower_plan import PICTURES, PLANNED_PIXELS, TOWER, PlannedTower, with_tower
 from ktransformers.errors import CapacityError, TensorMismatchError
@@ -111,6 +113,23 @@ def test_an_engine_with_a_tower(folder: Path) -> None:
         with NativeMathMode(engine.pool):
             want = heard(model, [IMAGE_TOKEN] * 6, **picture("qwen3_vl_moe", model, 2, 3))
         assert torch.equal(got.hidden, want["inputs_embeds"][0])
+    finally:
+        engine.close()
+
+
+def test_its_family_is_asked_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which makes masks of a whole config: not before its weights are read and again behind that."""
+    asked, of = list[object](), PictureFamily.of
+
+    def ask(config: PretrainedConfig) -> PictureFamily:
+        asked.append(config)
+        return of(config)
+
+    monkeypatch.setattr(PictureFamily, "of", ask)
+    engine = build_engine(config_of(folder, use_cuda=False))
+    try:
+        assert engine.pictures is not None
+        assert len(asked) == 1
     finally:
         engine.close()
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ktransformers.config import EngineConfig
 from ktransformers.engine.media.encoder import TowerEncoder
 from ktransformers.engine.media.features import PictureFeatures
-from ktransformers.engine.media.towers import TowerPlace, blocks_of, load_tower
+from ktransformers.engine.media.towers import TowerPlace, blocks_of
 from ktransformers.engine.model.opened import open_model
 from ktransformers.errors import EngineError, TensorMismatchError
 from ktransformers.kernels.cpu import WorkerPool
@@ -25,7 +25,15 @@ from ktransformers.media.records import MediaItem, media_ids
 from ktransformers.operators.device import CPU
 from ktransformers.operators.exact import NativeMathMode
 from tests.support.models.fp8_models import to_fp8
-from tests.support.pictures.towers import IMAGE_TOKEN, TOWERS, heard, picture, save_picture, tiny_with_tower
+from tests.support.pictures.towers import (
+    IMAGE_TOKEN,
+    TOWERS,
+    encoder_over,
+    heard,
+    picture,
+    save_picture,
+    tiny_with_tower,
+)
 
 TOLERANCE = 1e-5  # of the largest element: both sides sum the same fp32 products, in another order
 SIZES = ((2, 3), (4, 2))
@@ -44,7 +52,7 @@ def pool() -> Iterator[WorkerPool]:
 def encoder_of(folder: Path, pool: WorkerPool, place: TowerPlace | None = None) -> TowerEncoder:
     opened = open_model(EngineConfig(model_path=folder, picture_folder=folder))
     assert opened.tower is not None
-    return TowerEncoder(load_tower(opened.tower, place or TowerPlace()), folder, pool)
+    return encoder_over(opened.tower, folder, pool, place)
 
 
 def is_equal(got: PictureFeatures, want: PictureFeatures) -> bool:
@@ -162,7 +170,7 @@ def test_results_are_kept_within_a_bound(tmp_path: Path, pool: WorkerPool) -> No
     opened = open_model(EngineConfig(model_path=tmp_path, picture_folder=tmp_path))
     assert opened.tower is not None
     one = 4 * 64 * 4  # four rows
-    encoder = TowerEncoder(load_tower(opened.tower, TowerPlace()), tmp_path, pool, max_bytes=2 * one)
+    encoder = encoder_over(opened.tower, tmp_path, pool, max_bytes=2 * one)
     digests = [bytes([n]) * 32 for n in range(3)]
     for n, digest in enumerate(digests):
         save_picture(tmp_path, digest, picture("gemma3", model, 1, 1, seed=n))

@@ -67,6 +67,18 @@ def prompt(count: int) -> list[int]:
     return torch.randint(3, 100, (count,), generator=torch.Generator().manual_seed(7)).tolist()
 
 
+@pytest.mark.parametrize("lend", [None, True])
+@pytest.mark.parametrize("place", ["cpu", "off", "slots"])
+def test_slots_that_are_asked_to_lend_and_are_not_there(
+    lend: bool | None, place: str, config: EngineConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = replace(config, lend_slots=lend, hot_experts="off" if place == "off" else config.hot_experts)
+    hardware = fake_hardware().without_gpus() if place == "cpu" else fake_hardware()
+    plan_model(config, hardware=hardware)
+    said = caplog.text.count("--lend_slots has no effect: no GPU has slots for experts")
+    assert said == (lend is True and place != "slots")
+
+
 class LendingGpu(Gpu):
     """Its copies are made at once."""
 

@@ -96,6 +96,18 @@ def test_a_wrong_value_is_refused(path: str, fields: dict[str, Any], said: str) 
     assert "speculative" in answer.text
 
 
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("name", ["speculative.n_max", "speculative_tokens"])
+def test_errors_name_what_the_request_has(path: str, name: str) -> None:
+    wrong, two = (post(path, fields).text for fields in ({name: -1}, {"speculative": "off", name: 4}))
+    assert f"{name}: Input should be greater than or equal to 0" in wrong
+    assert f"speculative off and {name} 4 say different things" in two
+    if name != "speculative_tokens":
+        assert "speculative_tokens" not in wrong + two
+    if path in OPENAI:
+        assert json.loads(wrong)["error"]["param"] == name
+
+
 @pytest.mark.parametrize("path", OPENAI)
 @pytest.mark.parametrize(
     ("prediction", "said"),

@@ -15,8 +15,9 @@ from ktransformers.cli.serve.command import server_parser
 from ktransformers.cli.serve.serving import backend_maker, server_config
 from ktransformers.config import EngineConfig
 from ktransformers.errors import ConfigError
+from ktransformers.media.fetching import Version
 from ktransformers.media.picture import ReadPicture
-from ktransformers.media.records import MediaItem, is_media_id
+from ktransformers.media.records import MediaItem
 from ktransformers.server.answers.pictures import RequestPictures
 from ktransformers.server.answers.requests import Conversation, Message, UnreadPicture
 from ktransformers.server.app import create_app
@@ -24,7 +25,7 @@ from ktransformers.server.backend.interfaces.balance_serve import BalanceServeIn
 from ktransformers.server.config import ServerConfig
 from tests.server.api.test_pictures import OTHER_URL, URL, WRONG, chat, check_media, image, of_chat, post, served, text
 from tests.support.models.demo import DEMO_GGUF
-from tests.support.servers.picture_backend import PNG, TOKENIZER, FakePictures, PictureBackend
+from tests.support.servers.picture_backend import PAD, PNG, TOKENIZER, FakePictures, PictureBackend
 
 
 def test_the_number_of_pictures_is_limited() -> None:
@@ -36,16 +37,25 @@ def test_the_number_of_pictures_is_limited() -> None:
 
 
 def test_pictures_of_hosts_that_are_named_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once: the next turn names it again."""
     fetched: list[tuple[str, Any]] = []
 
-    def fetch(url: str, allowed_hosts: Sequence[str]) -> bytes:
+    def fetch(url: str, allowed_hosts: Sequence[str], known: Version | None) -> tuple[bytes, Version]:
         fetched.append((url, allowed_hosts))
-        return PNG
+        return PNG, Version(url, {}, None)
 
-    monkeypatch.setattr("ktransformers.server.answers.pictures.fetch", fetch)
-    _, backend = served(post(*chat(image("https://a.example/b.png"))), image_hosts=("*.example",))
+    monkeypatch.setattr("ktransformers.media.fetched.fetch_if_changed", fetch)
+    first, again = (chat(image("https://a.example/b.png"), text(words)) for words in ("a", "b"))
+
+    async def ask(client: httpx.AsyncClient) -> list[int]:
+        other = chat(image("https://a.test/b.png"))
+        return [(await client.post(path, json=body)).status_code for path, body in (first, again, other)]
+
+    codes, backend = served(ask, image_hosts=("*.example",))
+    assert codes == [200, 200, 400]
     assert fetched == [("https://a.example/b.png", ("*.example",))]
-    check_media(backend.requests[0], [PNG])
+    for request in backend.requests:
+        check_media(request, [PNG])
 
 
 def test_flags_make_the_configuration() -> None:
@@ -69,13 +79,19 @@ def test_with_a_journal_pictures_lie_in_its_folder(tmp_path: Path, has_journal: 
     assert made._config.engine.picture_folder == (tmp_path / "pictures" if has_journal else None)
 
 
-def test_tokenize_counts_positions_of_pictures() -> None:
+def test_tokenize_has_the_token_of_a_picture_at_its_positions() -> None:
     _, body = chat(image(), text("a"))
     pictures = FakePictures()
-    response, _ = served(post("/tokenize", body | {"return_token_strs": True}), pictures)
-    found = response.json()
-    assert sum(map(is_media_id, found["tokens"])) == 10
-    assert "".join(found["token_strs"]) == "<|im_start|>user\n<v></v>a<|im_end|><|im_start|>assistant\n"
+    prompt = f"<|im_start|>user\n<v>{10 * PAD}</v>a<|im_end|><|im_start|>assistant\n"
+
+    async def ask(client: httpx.AsyncClient) -> tuple[Any, Any]:
+        tokenized = (await client.post("/tokenize", json=body | {"return_token_strs": True})).json()
+        return tokenized, (await client.post("/detokenize", json={"tokens": tokenized["tokens"]})).json()
+
+    (found, back), _ = served(ask, pictures)
+    assert found["tokens"] == TOKENIZER.encode(prompt)
+    assert "".join(found["token_strs"]) == prompt
+    assert back == {"prompt": prompt}
     assert not +pictures.held
     assert served(post("/tokenize", body), has_tower=False)[0].status_code == 400
 
@@ -128,7 +144,10 @@ def test_an_item_says_where_its_picture_begins() -> None:
 
 def test_fetching_takes_so_long_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ktransformers.server.answers.pictures._FETCH_SECONDS", 0.0)
-    response, backend = served(post(*chat(image(), image())))
+    monkeypatch.setattr(
+        "ktransformers.media.fetched.fetch_if_changed", lambda url, hosts, known: (PNG, Version(url, {}, None))
+    )
+    response, backend = served(post(*chat(*[image("https://a.example/b.png")] * 2)), image_hosts=("a.example",))
     assert response.status_code == 400
     assert "messages[0].content[1].image_url: fetching the pictures of this request took more" in response.text
     assert not backend.requests

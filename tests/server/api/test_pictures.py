@@ -20,7 +20,7 @@ from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import GenerationRequest
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.http.fields import IGNORED_HEADER
-from tests.support.servers.picture_backend import PNG, FakePictures, PictureBackend
+from tests.support.servers.picture_backend import PNG, FakePictures, PictureBackend, PictureTokenizer
 
 OTHER = PNG + b"another"
 DATA = base64.b64encode(PNG).decode()
@@ -166,6 +166,22 @@ def test_a_picture_in_other_shapes(part: dict[str, Any]) -> None:
         assert response.status_code == 200, response.text
         assert pictures.calls == [(PNG, None)]
         assert "user\na<v>##########</v>b<|im_end|>" in backend.prompts[0]
+
+
+@pytest.mark.parametrize("takes_one", [True, False])
+def test_frames_of_a_video_where_a_message_takes_one_picture(takes_one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PictureTokenizer, "takes_one_picture", takes_one)
+    video = {"type": "video", "video": [URL, OTHER_URL]}
+    response, backend = served(post(*chat(image(), video)))
+    assert served(post(*chat(image(), {"type": "video", "video": [URL]})))[0].status_code == 200
+    if not takes_one:
+        assert response.status_code == 200
+        assert len(backend.requests[0].media) == 3
+        return
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "messages[0].content[1].video"
+    assert "a video is several pictures, and demo takes one in a message: send one frame" in error["message"]
 
 
 def test_texts_and_pictures_keep_their_order() -> None:
@@ -393,6 +409,21 @@ def test_an_ignored_picture_is_said_once(caplog: pytest.LogCaptureFixture) -> No
 
     served(ask, has_tower=False, ignores_images=True, is_strict_on_fields=True)
     assert [one.getMessage().count("messages.content.image_url") for one in caplog.records if "carry" in one.msg] == [1]
+
+
+@pytest.mark.parametrize(("path", "param"), [("/v1/chat/completions", "messages"), ("/v1/responses", "input")])
+def test_a_picture_that_no_step_computes_names_its_field(
+    path: str, param: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a family whose pictures are computed whole."""
+    monkeypatch.setattr(PictureBackend, "max_picture_len", 9)
+    parts = {"messages": [image()], "input": [{"type": "input_image", "image_url": URL}]}[param]
+    answer, backend = served(post(path, {param: [user(*parts)]}))
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert error["message"].startswith("a picture takes 10 positions, which this model computes in one step")
+    assert backend.requests == []
 
 
 def test_pictures_of_earlier_responses_are_read_again() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
+from ktransformers.engine.api.pictures import as_served
 from ktransformers.server.backend.interfaces.balance_serve import BalanceServeInterface
 from ktransformers.server.multi_model.needs import ToPlan, find_needs, pinned, plan_needs
 from ktransformers.system.restart_policy import FIRST_DELAY
@@ -77,7 +78,7 @@ def test_many_at_once_get_the_answers_of_one(answer: str) -> None:
 @pytest.mark.parametrize("host_gib", [0.0, 0.25])
 def test_a_model_takes_what_was_planned(host_gib: float) -> None:
     """host_gib: for pages below the cache, which the ktransformers backend has, too."""
-    config = replace(CONFIG, cpu_memory_size_GB=host_gib)
+    config = as_served(replace(CONFIG, cpu_memory_size_GB=host_gib))
     needs = plan_needs(ToPlan(config, beside=7))
     assert not needs.error
     assert needs.nbytes["cpu"] - plan_needs(ToPlan(CONFIG, beside=7)).nbytes["cpu"] == int(host_gib * 2**30)

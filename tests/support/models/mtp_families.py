@@ -88,6 +88,7 @@ FAMILIES: dict[str, Family] = {
         {"layer_types": [FULL, "moe"]},
         norm="norm_f",
     ),
+    "qwen3_5_moe": Family(_QWEN, {"layer_types": [FULL]}),
     "step3p7": Family(
         {
             **_USUAL,
@@ -154,12 +155,15 @@ class _Joined(nn.Module):
                 norm.weight.copy_(1 + 0.1 * torch.randn(size, generator=generator))
             self.eh_proj.weight.copy_(torch.randn((size, 2 * size), generator=generator) * (2 * size) ** -0.5)
 
-    def forward(self, embeddings: torch.Tensor, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[1, T, H] each -> hidden states behind and in front of the last norm."""
+    def forward(
+        self, embeddings: torch.Tensor, hidden_states: torch.Tensor, positions: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[1, T, H] each, and rotary positions, None: 0 to T - 1 -> hidden states behind and in front of the last
+        norm."""
         seen: list[torch.Tensor] = []
         hook = self._norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
         joined = self.eh_proj(torch.cat([self.enorm(embeddings), self.hnorm(hidden_states)], dim=-1))
-        normed = _decoder(self.model)(inputs_embeds=joined).last_hidden_state
+        normed = _decoder(self.model)(inputs_embeds=joined, position_ids=positions).last_hidden_state
         hook.remove()
         return normed, seen[0]
 
@@ -175,6 +179,19 @@ class PlainMtp:
     def head(self, number: int) -> Any:
         return (self.layers[number].model if self.family.has_head else self.main).lm_head
 
+    def run_main(self, token_ids: list[int]) -> None:
+        """Run the model, up to its last norm at least."""
+        _decoder(self.main)(torch.tensor([token_ids]))
+
+    def embedded(self, token_ids: list[int], start: int) -> torch.Tensor:
+        """What stands for tokens from position `start` on, [1, T, H]."""
+        found: torch.Tensor = _decoder(self.main).get_input_embeddings()(torch.tensor([token_ids]))
+        return found
+
+    def positions(self, count: int) -> torch.Tensor | None:
+        """The first rotary positions, as transformers takes them; None: 0 to count - 1."""
+        return None
+
     @torch.no_grad()
     def drafts(self, token_ids: list[int], count: int) -> list[torch.Tensor]:
         """Logits [V] of the next tokens but one, ..., each behind the likeliest one before: of a sequence whose last
@@ -184,13 +201,16 @@ class PlainMtp:
         states: list[torch.Tensor] = []
         norm = getattr(decoder, self.family.norm)
         hook = norm.register_forward_pre_hook(lambda module, args: states.append(args[0]))
-        normed = decoder(torch.tensor([token_ids[:-1]])).last_hidden_state
-        hook.remove()
-        hidden, known, found = normed if self.family.takes_normed else states[0], list(token_ids[1:]), []
+        kept: list[torch.Tensor] = []
+        hooks = hook, norm.register_forward_hook(lambda module, args, output: kept.append(output))
+        self.run_main(token_ids[:-1])
+        for one in hooks:
+            one.remove()
+        hidden, known, found = kept[0] if self.family.takes_normed else states[0], list(token_ids[1:]), []
         for depth in range(count):
             number = min(depth, last)
-            ids = torch.tensor([known[number:]])
-            normed, unnormed = self.layers[number](decoder.get_input_embeddings()(ids), hidden)
+            embedded = self.embedded(known[number:], 1 + number)
+            normed, unnormed = self.layers[number](embedded, hidden, self.positions(len(known) - number))
             found.append(self.head(number)(normed[0, -1]))
             known.append(int(found[-1].argmax()))
             behind = normed if self.family.takes_normed else unnormed

@@ -10,6 +10,11 @@ import safetensors.torch
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedModel
 
+from ktransformers.engine.media.encoder import FEATURE_BYTES, TowerEncoder
+from ktransformers.engine.media.family import PictureFamily
+from ktransformers.engine.media.towers import TowerPlace, load_tower
+from ktransformers.engine.model.tower import OpenedTower
+from ktransformers.kernels.cpu import WorkerPool
 from tests.support.models.composites import COMPOSITES
 from tests.support.models.tiny_models import fill_randomly, tiny_config
 
@@ -131,6 +136,14 @@ def picture(name: str, model: PreTrainedModel, height: int, width: int, seed: in
     tiles = height * width if name in ("llama4", "internvl", "cohere2_vision") else 1
     size = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
     return {"pixel_values": random(tiles, 3, size, size)}
+
+
+def encoder_over(
+    tower: OpenedTower, folder: Path, pool: WorkerPool, place: TowerPlace | None = None, max_bytes: int = FEATURE_BYTES
+) -> TowerEncoder:
+    """Load a tower, for the pictures in `folder`."""
+    family = PictureFamily.of(tower.model.config)
+    return TowerEncoder(load_tower(tower, place or TowerPlace()), family, folder, pool, max_bytes)
 
 
 def save_picture(folder: Path, digest: bytes, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any
 
 from ktransformers.errors import ConfigError
 from ktransformers.media.picture import ReadPicture
+from ktransformers.media.reader import key_of
 from ktransformers.media.records import media_ids
 from ktransformers.server.backend.base import ModelInfo
 from ktransformers.tokenizer import Tokenizer
@@ -39,21 +39,30 @@ class FakePictures:
     and with which detail."""
 
     placeholder = "<picture>"
-    position_token_ids = frozenset({ord(PAD)})
 
     def __init__(self, store: FakeStore | None = None) -> None:
         self.store = store or FakeStore()
         self.calls: list[tuple[bytes, str | None]] = []
         self.held = Counter[bytes]()
+        self.read_before = dict[tuple[bytes, str | None], ReadPicture]()
 
     def read(self, data: bytes, detail: str | None = None) -> ReadPicture:
         self.calls.append((data, detail))
         if data[:4] != PNG[:4]:
             raise ConfigError("it is no picture")
-        digest = hashlib.blake2b(data, digest_size=32).digest()
+        digest = key_of(data)
         self.store.digests.add(digest)
         num_positions = min(len(data), 10)
-        return ReadPicture(digest, f"<v>{PAD * num_positions}</v>", num_positions, 16, 16)
+        made = ReadPicture(digest, f"<v>{PAD * num_positions}</v>", num_positions, 16, 16)
+        self.read_before[digest, detail] = made
+        return made
+
+    def known(self, key: bytes, detail: str | None = None) -> ReadPicture | None:
+        return self.read_before.get((key, detail)) if self.store.has(key) else None
+
+    @property
+    def position_token_ids(self) -> frozenset[int]:
+        return frozenset(TOKENIZER.encode(PAD))
 
     def hold(self, digests: Iterable[bytes]) -> None:
         self.held.update(digests)
@@ -92,6 +101,7 @@ class PictureBackend(ScriptedBackend):
     """A ScriptedBackend that says "ok" to everything, with eyes unless `pictures` is None."""
 
     can_go_on = True
+    max_picture_len: int | None = None
 
     def __init__(self, *scripts: Script, pictures: FakePictures | None = None):
         super().__init__(*(scripts or [Script(["ok"])] * 20))
@@ -105,5 +115,5 @@ class PictureBackend(ScriptedBackend):
 
     @property
     def model(self) -> ModelInfo:
-        found = replace(super().model, tokenizer=TOKENIZER)
+        found = replace(super().model, tokenizer=TOKENIZER, max_picture_len=self.max_picture_len)
         return found if self.pictures is None else replace(found, pictures=self.pictures, no_pictures=None)
