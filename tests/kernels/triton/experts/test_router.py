@@ -102,10 +102,13 @@ def test_a_scoring_without_a_formula_is_an_error(device, monkeypatch):
     """As one would be that the kernels forget."""
     logits, choice_of = torch.zeros(2, 8, device=device), router._Choice.of
     monkeypatch.setattr(router._Choice, "of", lambda *args: choice_of(*args)._replace(scoring="OTHER"))
-    with pytest.raises(Exception) as error:  # noqa: PT011 -- a compiler's, which has the reason behind it
+    with pytest.raises(Exception) as raised:  # noqa: PT011 -- a compiler's, which has the reason behind it
         topk_router(logits, RouterSpec(2))
-    reasons = (error.value, error.value.__cause__)
-    assert any("no formula for this scoring" in str(reason) for reason in reasons)
+    reasons, error = list[str](), raised.value
+    while error is not None:
+        reasons.append(str(error))
+        error = error.__cause__ or error.__context__
+    assert any("no formula for this scoring" in reason for reason in reasons)
 
 
 def test_bad_arguments_are_named(device):
