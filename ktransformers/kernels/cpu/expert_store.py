@@ -175,7 +175,7 @@ class ExpertStore:
 
     def scores(self) -> dict[int, Tensor]:
         """Return fp64 [E] of each layer: picks of its experts, those of the last few thousand steps most."""
-        rows = torch.tensor(self.handle.scores(), dtype=torch.float64).split(self._counts)
+        rows = torch.split(torch.tensor(self.handle.scores(), dtype=torch.float64), self._counts)
         return dict(zip(self._layers, rows, strict=True))
 
     def stats(self) -> StoreStats:
