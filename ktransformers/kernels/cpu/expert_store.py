@@ -21,7 +21,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class RecordPart:
-    """One matrix [rows, cols] in a record, from byte `offset` on."""
+    """Place of one matrix [rows, cols] in a record, from byte `offset` on."""
 
     qtype: WeightType
     rows: int
