@@ -11,6 +11,7 @@ from typing import Any
 
 from ktransformers.engine.plan.dry_run import DryRun
 from ktransformers.engine.plan.fit_suggestions import FitSuggestion, FitSuggestions, needed_bits, shortfall
+from ktransformers.optimize.disk_prediction import SLOW, DiskPrediction
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.predict import Expected, Prediction
 from ktransformers.optimize.summary import Summary, SummaryPart
@@ -22,10 +23,15 @@ _LABEL = 12
 _LEAST_BITS = 2.0  # below it no published quantization is
 
 
-def screen(preview: DryRun, bandwidth: Mapping[str, float], expected: Expected | None = None) -> list[str]:
+def screen(
+    preview: DryRun,
+    bandwidth: Mapping[str, float],
+    expected: Expected | None = None,
+    disk: DiskPrediction | None = None,
+) -> list[str]:
     """Return a plan as lines of at most 80 columns. bandwidth: bytes a second by device, as far as they are known.
 
-    expected: what to say of the speed beside the bound.
+    expected: what to say of the speed beside the bound. disk: likewise, where experts stay in files.
     """
     summary = preview.summary
     return [
@@ -35,6 +41,7 @@ def screen(preview: DryRun, bandwidth: Mapping[str, float], expected: Expected |
         *(() if preview.threads is None else (_line("threads", preview.threads),)),
         *_speed_lines(summary, bandwidth),
         *(() if expected is None else _expected_lines(expected)),
+        *(() if disk is None else _disk_lines(disk)),
         "",
         *_part_lines(summary.parts),
     ]
@@ -187,6 +194,28 @@ def _expected_lines(expected: Expected) -> list[str]:
     return lines
 
 
+def _disk_lines(disk: DiskPrediction) -> list[str]:
+    """What is read while the model runs, what RAM has of it, and how fast that makes it."""
+    sizes = f"{shown_size(disk.slot_bytes)} of {shown_size(disk.stored_bytes)} of experts are in RAM"
+    lines = [
+        _line("disk", f"{sizes}; it reads {disk.disk_rate / 1e9:.2f} GB/s"),
+        _line(
+            "",
+            f"  {disk.hits[0]:.0%} to {disk.hits[1]:.0%} of a token's {_gigabytes(round(disk.token_bytes))} found in RAM, by routing",
+        ),
+        _line("", f"  decode {_range(disk.decode)} tokens/s, prefill {_range(disk.prefill)}"),
+    ]
+    if disk.is_slow:
+        lines.append(_line("", f"  slower than {SLOW} tokens/s: it runs, but needs more RAM, a faster disk or"))
+        lines.append(_line("", "  fewer bits per weight to be of use"))
+    return lines
+
+
+def _range(rates: tuple[float, float]) -> str:
+    least, most = (f"{rate:.2g}" if rate < 10 else _rate(rate) for rate in rates)
+    return least if least == most else f"{least} to {most}"
+
+
 def _limits(prediction: Prediction) -> str:
     """The first resource and the second, with their shares of the time."""
     return ", ".join(f"{name} {share:.0%}" for name, share in prediction.ranked()[:2])
@@ -231,7 +260,12 @@ def _types(types: Iterable[str], width: int = WIDTH - 44) -> str:
     return text
 
 
-def summary_json(preview: DryRun, bandwidth: Mapping[str, float], expected: Expected | None = None) -> dict[str, Any]:
+def summary_json(
+    preview: DryRun,
+    bandwidth: Mapping[str, float],
+    expected: Expected | None = None,
+    disk: DiskPrediction | None = None,
+) -> dict[str, Any]:
     """Return the screen's numbers as JSON types: bytes, bytes a second, tokens a second."""
     summary, suggestions = preview.summary, preview.fit_suggestions
     reads, full = summary.reads, min(summary.cache_tokens, summary.context_len or summary.cache_tokens)
@@ -240,6 +274,7 @@ def summary_json(preview: DryRun, bandwidth: Mapping[str, float], expected: Expe
         **asdict(summary.size),
         "disk_bytes": summary.disk_bytes,
         "memory_bytes": summary.memory_bytes,
+        "stored_bytes": summary.stored_bytes,
         "bits_per_weight": summary.bits_per_weight,
         "context_len": summary.context_len,
         "cache_tokens": summary.cache_tokens,
@@ -263,6 +298,7 @@ def summary_json(preview: DryRun, bandwidth: Mapping[str, float], expected: Expe
         ],
         "predicted": [_prediction_json(one) for one in (expected.predictions if expected else ())],
         "not_predicted": expected.reason if expected else "",
+        "disk": None if disk is None else {**asdict(disk), "is_slow": disk.is_slow},
     }
 
 

@@ -38,7 +38,8 @@ from ktransformers.engine.parallel.ranks.driver import Driver, made_of
 from ktransformers.engine.parallel.ranks.parallel_strategy import num_processes, parallel_strategy
 from ktransformers.engine.parallel.ranks.ranks import Alone, Ranks, Worker
 from ktransformers.engine.plan.cache_plan import CachePlan
-from ktransformers.engine.plan.planning import Hardware, PlannedDraft, Planner
+from ktransformers.engine.plan.hardware import Hardware
+from ktransformers.engine.plan.planning import PlannedDraft, Planner
 from ktransformers.engine.plan.tier_plan import open_tiers
 from ktransformers.engine.sampling.constraints import mask_of
 from ktransformers.engine.step.paged import PagedExecutor

@@ -32,7 +32,8 @@ from ktransformers.engine.model.threads import settle_slow_threads, settle_torch
 from ktransformers.engine.parallel.ranks.ranks import Ranks, ResolvedPlan
 from ktransformers.engine.plan.attention import find_flash
 from ktransformers.engine.plan.cache_plan import CachePlan
-from ktransformers.engine.plan.planning import Hardware, Planned, PlannedDraft, Planner
+from ktransformers.engine.plan.hardware import Hardware
+from ktransformers.engine.plan.planning import Planned, PlannedDraft, Planner
 from ktransformers.engine.plan.tower_plan import PlannedTower
 from ktransformers.engine.step.decode import DecodeSteps
 from ktransformers.engine.step.expert_streaming import open_prefills
