@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
-from ktransformers.kernels.cpu.expert_store import ExpertStore, Extent, RecordLayout
+from ktransformers.kernels.cpu.expert_store import ExpertStore, Extent, RecordLayout, StoreStats
 from ktransformers.weights.source import MappedExperts
 from ktransformers.weights.stored_experts.mapped import mapped_extents
 from ktransformers.weights.stored_experts.reading import StoredExperts
@@ -25,51 +26,113 @@ __all__ = ["ExpertFiles", "ExpertRecords"]
 
 @dataclass(frozen=True, slots=True)
 class ExpertRecords:
-    """The experts of a layer as files have them. extents: of each expert, one for all of it or one for each matrix."""
+    """The experts of a layer as files have them. extents: of each expert, one for all of it or one for each matrix; none
+    where a shape stands for files.
+    """
 
     layout: RecordLayout
+    num_experts: int
     extents: Sequence[Sequence[Extent]]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all experts in slots."""
-        return self.layout.nbytes * len(self.extents)
+        return self.layout.nbytes * self.num_experts
 
 
 @dataclass(slots=True, eq=False)
 class ExpertFiles:
-    """The files of one model's experts, and its store from `begin` on. files: those of the model. packed: the file
-    that `ktransformers pack` wrote, which is read in their place; None without one.
+    """The files of one model's experts, and its store from `begin` on. files: those of the model; none of a shape that
+    stands for files. packed: the file that `ktransformers pack` wrote, which is read in their place; None without one.
     """
 
     files: Sequence[Path]
     packed: StoredExperts | None = None
     _store: ExpertStore | None = field(default=None, init=False)
+    _found: dict[tuple[str, RecordLayout], ExpertRecords] = field(default_factory=dict, init=False)
+    _layers: list[tuple[int, int]] = field(default_factory=list, init=False)  # number and experts of each in the store
+    _taken: StoreStats = field(default_factory=StoreStats, init=False)
 
     @property
     def paths(self) -> Sequence[Path]:
         """The files that are read."""
         return self.files if self.packed is None else self.packed.files
 
-    @property
-    def store(self) -> ExpertStore:
-        """The store. Raises RuntimeError before `begin`."""
-        if self._store is None:
-            raise RuntimeError("experts in files are read once the model is being loaded")
-        return self._store
-
-    def find(self, key: str, layout: RecordLayout, mapped: Callable[[], MappedExperts]) -> ExpertRecords:
+    def find(
+        self, key: str, layout: RecordLayout, num_experts: int, mapped: Callable[[], MappedExperts]
+    ) -> ExpertRecords:
         """Return the records of a layer's experts, whose layout in memory is given. mapped: asked for the tensors where
         the model's own files are read.
 
         Raises UnsupportedError for experts that have to be converted while loading, ConfigError for a packed file of
         other types; both say what to do.
         """
-        found = None if self.packed is None else self.packed.layer(key, layout)
-        if found is not None:
-            return ExpertRecords(*found)
-        return ExpertRecords(layout, mapped_extents(mapped(), self.files))
+        found = self._found.get((key, layout))
+        if found is None:
+            extents = self._extents(key, layout, mapped) if self.paths else ()
+            found = self._found[key, layout] = ExpertRecords(layout, num_experts, extents)
+        return found
+
+    def _extents(
+        self, key: str, layout: RecordLayout, mapped: Callable[[], MappedExperts]
+    ) -> Sequence[Sequence[Extent]]:
+        packed = None if self.packed is None else self.packed.layer(key, layout)
+        if packed is not None:
+            return packed[1]
+        if self.packed is not None:
+            raise UnsupportedError(
+                f"{self.packed.path} lacks the experts of {key}; pack the model again: ktransformers pack MODEL --force"
+            )
+        return mapped_extents(mapped(), self.files)
 
     def begin(self, pool: WorkerPool, budget_nbytes: int) -> None:
-        """Make a store of so many bytes for the layers that are added next."""
+        """Make a store of so many bytes for the layers that are added next. Raises WeightError for a file that is
+        gone."""
+        assert self.paths, "a shape is planned and not loaded"
         self._store = ExpertStore(self.paths, pool, budget_nbytes)
+
+    def add(self, number: int, records: ExpertRecords) -> tuple[ExpertStore, int]:
+        """Add a layer, of this number in the model; return what its kernel is made with."""
+        assert self._store is not None, "experts in files are read once the model is being loaded"
+        self._layers.append((number, records.num_experts))
+        return self._store, self._store.add_layer(number, records.layout, records.extents)
+
+    def open(self) -> None:
+        """Make the slots, once all layers are added. Raises CapacityError for a budget that is too small."""
+        assert self._store is not None, "it has begun"
+        self._store.open()
+
+    def fill(self) -> None:
+        """Begin to read experts to slots that are empty, while nothing else is read."""
+        assert self._store is not None, "it has begun"
+        self._store.fill()
+
+    def take(self) -> tuple[int, int, int, float, int]:
+        """Return what is new since the last call: experts of calls that were in RAM, those that were not, bytes read,
+        seconds waited, reads that failed.
+        """
+        assert self._store is not None, "it has begun"
+        before, now = self._taken, self._store.stats()
+        self._taken = now
+        return (
+            now.hits - before.hits,
+            now.misses - before.misses,
+            now.bytes_read - before.bytes_read,
+            now.waited_seconds - before.waited_seconds,
+            now.read_errors - before.read_errors,
+        )
+
+    def describe(self) -> str:
+        """Describe in one line what was found in RAM, read and waited for since the start."""
+        assert self._store is not None, "it has begun"
+        stats = self._store.stats()
+        uses = stats.hits + stats.misses
+        return (
+            f"{100 * stats.hit_rate:.1f} % of {uses} uses found theirs in RAM ({size_of(stats.num_slots_bytes)}), "
+            f"{size_of(stats.bytes_read)} read, {stats.waited_seconds:.1f} s waited for them"
+        )
+
+    def close(self) -> None:
+        """Let go of slots and files. No kernel may be called any more."""
+        if self._store is not None:
+            self._store.close()

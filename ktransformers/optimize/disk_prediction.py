@@ -33,7 +33,8 @@ class DiskPrediction:
     """Predicted use of experts in files. stored_bytes: of all; slot_bytes: of those that RAM holds. token_bytes: of
     those that a token uses. disk_rate: bytes a second. hits: share of a token's that RAM has, least and most.
 
-    decode, prefill: tokens a second of one sequence, least and most.
+    decode, prefill: tokens a second of one sequence, least and most. is_measured: whether what products take is in
+    them.
     """
 
     stored_bytes: int
@@ -43,6 +44,7 @@ class DiskPrediction:
     hits: tuple[float, float]
     decode: tuple[float, float]
     prefill: tuple[float, float]
+    is_measured: bool = True
 
     @property
     def is_slow(self) -> bool:
@@ -52,7 +54,7 @@ class DiskPrediction:
 
 def skewed_hits(share: float) -> float:
     """Return the share of picks that slots for `share` of all experts serve where routing is skewed."""
-    return min(max(share, 0.0), 1.0) ** _EXPONENT
+    return float(min(max(share, 0.0), 1.0) ** _EXPONENT
 
 
 def predict_from_disk(

@@ -95,15 +95,13 @@ def plan_command(args: argparse.Namespace) -> int:
     from ktransformers.bench.common.bandwidth import bandwidths
     from ktransformers.engine.plan.dry_run import dry_run
     from ktransformers.optimize.machine_speed import SpeedFile
-    from ktransformers.optimize.predict import Expected
 
     preview = dry_run(open_planned(config, args.synthetic), name=args.synthetic)
     rates = bandwidths(preview.summary.reads.bytes_per_token(), preview.num_threads)
     expected = expect(preview, SpeedFile().read(), args.batch, args.context)
     disk = expect_of_disk(preview, rates, expected)
-    if preview.plan.stored_experts:
-        expected = Expected((), "experts are read from the disk" + ("" if disk is None else ": see there"))
-    _show(preview, rates, expected, disk, as_json=args.json, is_full=args.full, modules=args.modules)
+    shown = None if preview.plan.stored_experts else expected  # which has all experts in RAM
+    _show(preview, rates, shown, disk, as_json=args.json, is_full=args.full, modules=args.modules)
     if preview.fit_suggestions is None:
         return 0
     print("error: the model does not fit into this machine", file=sys.stderr)
@@ -153,7 +151,8 @@ def expect_of_disk(preview: DryRun, rates: Mapping[str, float], expected: Expect
     seconds = {one.phase: one.seconds / one.tokens for one in expected.predictions}
     seconds.setdefault("decode", 0.0 if bound is None else 1.0 / bound)
     times = seconds["decode"], seconds.get("prefill", 0.0)
-    return predict_from_disk(preview.plan, summary.top_k, summary.chunk_size, speed.bytes_per_s, *times)
+    found = predict_from_disk(preview.plan, summary.top_k, summary.chunk_size, speed.bytes_per_s, *times)
+    return replace(found, is_measured=bool(expected.predictions))
 
 
 def open_planned(config: EngineConfig, synthetic: str | None) -> OpenedModel:
@@ -170,7 +169,7 @@ def open_planned(config: EngineConfig, synthetic: str | None) -> OpenedModel:
 def _show(
     preview: DryRun,
     rates: Mapping[str, float],
-    expected: Expected,
+    expected: Expected | None,
     disk: DiskPrediction | None,
     *,
     as_json: bool,

@@ -5,13 +5,14 @@ Lines of text from a DryRun and bandwidths; decides and measures nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from ktransformers.engine.plan.dry_run import DryRun
 from ktransformers.engine.plan.fit_suggestions import FitSuggestion, FitSuggestions, needed_bits, shortfall
 from ktransformers.optimize.disk_prediction import SLOW, DiskPrediction
+from ktransformers.optimize.expert_slots import EXPERT_SLOTS
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.predict import Expected, Prediction
 from ktransformers.optimize.summary import Summary, SummaryPart
@@ -41,7 +42,7 @@ def screen(
         *(() if preview.threads is None else (_line("threads", preview.threads),)),
         *_speed_lines(summary, bandwidth),
         *(() if expected is None else _expected_lines(expected)),
-        *(() if disk is None else _disk_lines(disk)),
+        *_disk_lines(preview.plan, disk),
         "",
         *_part_lines(summary.parts),
     ]
@@ -68,7 +69,8 @@ def verdict(preview: DryRun) -> str:
     if not short:
         used = [device for device in total if total[device] or device == "cpu"]
         groups = [group for group in (["cpu"], [device for device in used if device != "cpu"]) if group]
-        return "fits: " + ", ".join(_filled(plan, group, is_named=len(groups) > 1) for group in groups)
+        how = "fits with experts on the disk: " if plan.stored_experts else "fits: "
+        return how + ", ".join(_filled(plan, group, is_named=len(groups) > 1) for group in groups)
     parts = (
         f"{shown_size(total[device])} needed{_on(device)}, {shown_size(plan.capacity.get(device, 0))} free"
         for device in short
@@ -194,25 +196,32 @@ def _expected_lines(expected: Expected) -> list[str]:
     return lines
 
 
-def _disk_lines(disk: DiskPrediction) -> list[str]:
+def _disk_lines(plan: Plan, disk: DiskPrediction | None) -> list[str]:
     """What is read while the model runs, what RAM has of it, and how fast that makes it."""
-    sizes = f"{shown_size(disk.slot_bytes)} of {shown_size(disk.stored_bytes)} of experts are in RAM"
+    if not plan.stored_experts:
+        return []
+    slots = plan.extra_bytes[EXPERT_SLOTS]["cpu"]
+    sizes = f"{shown_size(plan.stored_experts)} of experts, {shown_size(slots)} of them in RAM"
+    if disk is None:
+        return [
+            _line("from disk", sizes),
+            _line("", "  how fast that is depends on the disk, and there is no file to read"),
+        ]
+    most = "" if disk.is_measured else "at most "
+    found = _range(disk.hits, "{:.0%}".format)
     lines = [
-        _line("disk", f"{sizes}; it reads {disk.disk_rate / 1e9:.2f} GB/s"),
-        _line(
-            "",
-            f"  {disk.hits[0]:.0%} to {disk.hits[1]:.0%} of a token's {_gigabytes(round(disk.token_bytes))} found in RAM, by routing",
-        ),
-        _line("", f"  decode {_range(disk.decode)} tokens/s, prefill {_range(disk.prefill)}"),
+        _line("from disk", f"{sizes}; it reads {disk.disk_rate / 1e9:.2f} GB/s"),
+        _line("", f"  a token uses {_gigabytes(round(disk.token_bytes))} of them, {found} found in RAM"),
+        _line("", f"  decode {most}{_range(disk.decode)} tokens/s, prefill {most}{_range(disk.prefill)}"),
     ]
     if disk.is_slow:
-        lines.append(_line("", f"  slower than {SLOW} tokens/s: it runs, but needs more RAM, a faster disk or"))
-        lines.append(_line("", "  fewer bits per weight to be of use"))
+        lines.append(_line("", f"  slower than {SLOW} tokens/s: it runs, but for use it needs more RAM, a"))
+        lines.append(_line("", "  faster disk, or a file of fewer bits per weight"))
     return lines
 
 
-def _range(rates: tuple[float, float]) -> str:
-    least, most = (f"{rate:.2g}" if rate < 10 else _rate(rate) for rate in rates)
+def _range(pair: tuple[float, float], shown: Callable[[float], str] | None = None) -> str:
+    least, most = map(shown or (lambda rate: f"{rate:.2g}" if rate < 10 else _rate(rate)), pair)
     return least if least == most else f"{least} to {most}"
 
 

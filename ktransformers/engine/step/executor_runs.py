@@ -20,7 +20,7 @@ from ktransformers.engine.step.hidden import Pooled
 from ktransformers.errors import EngineError, KTransformersError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.context import ForwardContext
-from ktransformers.scheduler.records import NewSequence, ScheduledSequence
+from ktransformers.scheduler.records import NewSequence, RowResult, ScheduledSequence, StepPlan, StepResult
 
 __all__ = [
     "FIRST_ROW",
@@ -29,10 +29,13 @@ __all__ = [
     "KeptRows",
     "StepTensors",
     "begun_run",
+    "is_drafted",
     "kept_of",
+    "last_token",
     "needs_of",
     "prompt_scores",
     "rows_of",
+    "unread_result",
     "with_pictures",
 ]
 
@@ -215,3 +218,21 @@ def rows_of(logits: StepLogits, wanted: list[int], count: int) -> StepLogits:
     if len(wanted) == count:
         return logits
     return logits[wanted] if isinstance(logits, torch.Tensor) else logits.rows(wanted)
+
+
+def is_drafted(row: ScheduledSequence, depth: int, result: RowResult) -> bool:
+    """Whether the token behind the row's depth'th draft token is the next one."""
+    return depth < row.num_drafts and result.token_id == row.token_ids[depth - row.num_drafts]
+
+
+def last_token(result: RowResult) -> int:
+    """Return the token that the next step begins with; 0 where none was drawn."""
+    *_, last = result.tokens
+    return 0 if last.token_id is None else last.token_id
+
+
+def unread_result(plan: StepPlan, error: str) -> StepResult:
+    """Return the result of a step of which nothing was computed: the requests that had rows in it end with `error`."""
+    sampled = sum(row.is_sampled for row in plan.rows)
+    failed = [(row.run_id, error) for row in plan.rows]
+    return StepResult(step_id=plan.step_id, results=[RowResult(None, error=error)] * sampled, failed=failed)

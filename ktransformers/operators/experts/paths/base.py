@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Generic, TypeVar
 
 import torch
@@ -110,10 +110,15 @@ class LayerExperts:
 
     def records(self, source: WeightSource) -> ExpertRecords:
         """Return the experts as files have them, of which a store reads them. Errors as `ExpertFiles.find`."""
-        files, quant = self.config.expert_files, self.config.cpu_quant
+        files, plain = self.config.expert_files, replace(self.layout, has_bias=False)
         assert files is not None, "experts are in RAM"
-        layout = experts_record(self.find(source), self.products)
-        return files.find(self.key, layout, lambda: source.mapped_experts(self.key, self.layout, quant))
+        record = experts_record(self.find(source), self.products)
+        return files.find(
+            self.key,
+            record,
+            self.layout.num_experts,
+            lambda: source.mapped_experts(self.key, plain, self.config.cpu_quant),
+        )
 
     def copied_nbytes(self, source: WeightSource) -> tuple[int, int] | None:
         """Return the bytes of one expert in the CPU's memory and of all experts' biases; None when GPU kernels cannot

@@ -66,7 +66,7 @@ class NativePath(HostPath):
         if files is None:
             super().load(source)
         else:
-            store = files.add(layer.records(source))
+            store = files.add(layer.number, layer.records(source))
             biases = source.mapped_experts(layer.key, layer.layout, layer.config.cpu_quant).biases
             layer.weights = ExpertWeights(None, (), (), *biases)
         assert layer.weights is not None
