@@ -424,8 +424,8 @@ class EngineConfig:
 
         if self.experts_from == "disk" and hot_slots(self.hot_experts) is not None:
             raise ConfigError(
-                f"--hot_experts {self.hot_experts} fills slots on a GPU from RAM, and --experts_from disk keeps experts "
-                "in files: leave one of them out"
+                f"--hot_experts {self.hot_experts} fills slots on a GPU from RAM, and --experts_from disk has "
+                "experts in files: leave one of them out"
             )
         if self.experts_ram and self.experts_from == "ram":
             raise ConfigError(

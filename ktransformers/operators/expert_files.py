@@ -17,6 +17,7 @@ from pathlib import Path
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.cpu.expert_store import ExpertStore, Extent, RecordLayout, StoreStats
+from ktransformers.system.file_kinds import size_of
 from ktransformers.weights.source import MappedExperts
 from ktransformers.weights.stored_experts.mapped import mapped_extents
 from ktransformers.weights.stored_experts.reading import StoredExperts
@@ -26,8 +27,8 @@ __all__ = ["ExpertFiles", "ExpertRecords"]
 
 @dataclass(frozen=True, slots=True)
 class ExpertRecords:
-    """The experts of a layer as files have them. extents: of each expert, one for all of it or one for each matrix; none
-    where a shape stands for files.
+    """The experts of a layer as files have them. extents: of each expert, one for all of it or one for each matrix;
+    none where a shape stands for files.
     """
 
     layout: RecordLayout
@@ -50,8 +51,7 @@ class ExpertFiles:
     packed: StoredExperts | None = None
     _store: ExpertStore | None = field(default=None, init=False)
     _found: dict[tuple[str, RecordLayout], ExpertRecords] = field(default_factory=dict, init=False)
-    _layers: list[tuple[int, int]] = field(default_factory=list, init=False)  # number and experts of each in the store
-    _taken: StoreStats = field(default_factory=StoreStats, init=False)
+    _taken: StoreStats | None = field(default=None, init=False)
 
     @property
     def paths(self) -> Sequence[Path]:
@@ -94,13 +94,15 @@ class ExpertFiles:
     def add(self, number: int, records: ExpertRecords) -> tuple[ExpertStore, int]:
         """Add a layer, of this number in the model; return what its kernel is made with."""
         assert self._store is not None, "experts in files are read once the model is being loaded"
-        self._layers.append((number, records.num_experts))
         return self._store, self._store.add_layer(number, records.layout, records.extents)
 
-    def open(self) -> None:
-        """Make the slots, once all layers are added. Raises CapacityError for a budget that is too small."""
+    def open(self, top_k: int) -> None:
+        """Make the slots, once all layers are added. top_k: experts that a token takes of a layer. Raises CapacityError
+        for a budget that is too small.
+        """
         assert self._store is not None, "it has begun"
-        self._store.open()
+        self._store.open(top_k)
+        self._taken = self._store.stats()
 
     def fill(self) -> None:
         """Begin to read experts to slots that are empty, while nothing else is read."""
@@ -112,6 +114,7 @@ class ExpertFiles:
         seconds waited, reads that failed.
         """
         assert self._store is not None, "it has begun"
+        assert self._taken is not None, "it is open"
         before, now = self._taken, self._store.stats()
         self._taken = now
         return (
@@ -128,7 +131,7 @@ class ExpertFiles:
         stats = self._store.stats()
         uses = stats.hits + stats.misses
         return (
-            f"{100 * stats.hit_rate:.1f} % of {uses} uses found theirs in RAM ({size_of(stats.num_slots_bytes)}), "
+            f"{100 * stats.hit_rate:.1f} % of {uses} uses found theirs in RAM ({size_of(stats.slot_nbytes)}), "
             f"{size_of(stats.bytes_read)} read, {stats.waited_seconds:.1f} s waited for them"
         )
 

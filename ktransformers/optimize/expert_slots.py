@@ -10,13 +10,16 @@ from dataclasses import replace
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.optimize.plan import Plan, PlanEntry, format_bytes
 
-__all__ = ["EXPERT_SLOTS", "FILES", "describe_slots", "with_expert_slots"]
+__all__ = ["CHUNK_FROM_DISK", "EXPERT_SLOTS", "FILES", "describe_slots", "with_expert_slots"]
 
 EXPERT_SLOTS = "expert slots"
 """What the plan's table calls the RAM of experts that are read from files."""
 
 FILES = "files"
 """Where a summary says that experts are which have no memory of their own."""
+
+CHUNK_FROM_DISK = 2048
+"""Tokens of a prefill step when nothing is said: each reads all experts that no slot has, however few tokens it has."""
 
 _NOTE = "on the disk, those used most in RAM"
 _RESERVE, _RESERVED_SHARE = 512 << 20, 1 / 16

@@ -191,9 +191,9 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     experts in slots of GPUs: those that decode steps used, those of them that had a slot, uploads, bytes of these.
     stored: what is new of experts in files: those of calls that were in RAM, those that were not, bytes read, seconds
     waited for them, reads that failed.
-    failed: (run, why) of rows whose pictures or experts cannot be had: what was computed of them is of no use. tiers: None without
-    any. recovering: True of no step: the engine has lost its cache and all steps that it was sent,
-    and computes none until the same comes with False.
+    failed: (run, why) of rows whose pictures or experts cannot be had: what was computed of them is of no use. tiers:
+    None without any. recovering: True of no step: the engine has lost its cache and all steps that it was sent, and
+    computes none until the same comes with False.
     """
 
     step_id: int

@@ -38,7 +38,7 @@ from ktransformers.operators.expert_files import ExpertFiles
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.partial_sums import share_nbytes
 from ktransformers.operators.recurrent.base import RecurrentOperator
-from ktransformers.optimize.expert_slots import describe_slots, with_expert_slots
+from ktransformers.optimize.expert_slots import CHUNK_FROM_DISK, describe_slots, with_expert_slots
 from ktransformers.optimize.fill import Filling, experts_for_gpus
 from ktransformers.optimize.hot_slots import (
     HotSlots,
@@ -242,7 +242,7 @@ class Planner:
         opened = self.opened
         plan, shapes = self._weights(hardware, Choices(self._divided(hardware), transfer))
         num_slots = self.cache_plan.num_slots(opened, plan, shapes)
-        chunk_size = chunk_size_for(opened.config.chunk_size, plan, opened.facts)
+        chunk_size = self._chunk_size(plan)
         num_states = self.cache_plan.num_states(shapes, num_slots, opened.config)
         extra = {"kv cache": PagedCache.size_by_place(shapes, num_slots)}
         if num_states:
@@ -306,6 +306,11 @@ class Planner:
             tower,
             expert_files,
         )
+
+    def _chunk_size(self, plan: Plan) -> int:
+        config = self.opened.config
+        chosen = chunk_size_for(config.chunk_size, plan, self.opened.facts)
+        return chosen if config.chunk_size or self.expert_files is None else max(chosen, CHUNK_FROM_DISK)
 
     def _with_long_steps(self, plan: Plan, chunk_size: int) -> tuple[Plan, int]:
         """`plan` with room for steps on memory that slots lend, where steps are those of one process and one model."""

@@ -1,9 +1,10 @@
-"""The runs of an executor, and which rows' logits a step of theirs needs. Knows no runner."""
+"""The runs of an executor, which rows' logits a step of theirs needs, and what computes it, as a protocol."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -16,7 +17,7 @@ from ktransformers.engine.media.features import PictureEncoder
 from ktransformers.engine.media.rows import PICTURE_FAILURES, RunPictures, pictures_in, why_failed
 from ktransformers.engine.sampling.logits_request import BEST_TOKEN, StepLogits
 from ktransformers.engine.sampling.sampler import RequestSampler, token_logprobs
-from ktransformers.engine.step.hidden import Pooled
+from ktransformers.engine.step.hidden import HiddenStatesHook, Pooled
 from ktransformers.errors import EngineError, KTransformersError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.context import ForwardContext
@@ -27,6 +28,7 @@ __all__ = [
     "ONE_KEPT",
     "ExecutorRun",
     "KeptRows",
+    "StepRunner",
     "StepTensors",
     "begun_run",
     "is_drafted",
@@ -38,6 +40,58 @@ __all__ = [
     "unread_result",
     "with_pictures",
 ]
+
+
+class HeldSteps(Protocol):
+    """Launches steps of a GPU before their tokens are known, see ModelRunner."""
+
+    def launch_held(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor
+    ) -> bool: ...
+
+    def release(self, token_ids: torch.Tensor, *, is_wanted: bool = True) -> None: ...
+
+    def drop_released(self) -> None: ...
+
+
+class StepRunner(Protocol):
+    """Computes flattened steps, see engine.step.runner.ModelRunner."""
+
+    @property
+    def hook(self) -> HiddenStatesHook: ...
+
+    def reduced_step(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        keep: torch.Tensor,
+        needs: Sequence[int] | None,
+    ) -> StepLogits:
+        """Run a step: logits of the rows in `keep`, or what is needed of each; None: all."""
+        ...
+
+    @property
+    def begins_ahead(self) -> bool: ...
+
+    @property
+    def runs_apart(self) -> bool:
+        """Whether a step is computed while `meanwhile` is called, which is set for it: by GPUs."""
+        ...
+
+    @property
+    def held_steps(self) -> HeldSteps | None:
+        """The runner's way to launch steps before their tokens are known; None where there is none."""
+        ...
+
+    meanwhile: Callable[[], None] | None
+    """To be called once in the step for which it is set; by runners that do not run apart before they compute."""
+
+    def begin(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor
+    ) -> None:
+        """Have the stages before this one compute a step that comes to `reduced_step` later, in this order."""
+        ...
 
 
 @dataclass(slots=True)

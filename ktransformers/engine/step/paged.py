@@ -9,7 +9,6 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -29,6 +28,7 @@ from ktransformers.engine.step.executor_runs import (
     ONE_KEPT,
     ExecutorRun,
     KeptRows,
+    StepRunner,
     StepTensors,
     begun_run,
     is_drafted,
@@ -40,13 +40,12 @@ from ktransformers.engine.step.executor_runs import (
     unread_result,
     with_pictures,
 )
-from ktransformers.engine.step.hidden import HiddenStatesHook, Pooled
+from ktransformers.engine.step.hidden import Pooled
 from ktransformers.engine.step.kv_offload import TieredCache
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.cpu.expert_store import ReadError
 from ktransformers.media.records import MEDIA_ID_BASE
-from ktransformers.operators.context import ForwardContext
 from ktransformers.profiling.messages import StepRecord
 from ktransformers.profiling.recorder import Recorder, Runtime
 from ktransformers.scheduler.records import (
@@ -59,61 +58,9 @@ from ktransformers.scheduler.records import (
 )
 from ktransformers.scheduler.tier_records import TierResult
 
-__all__ = ["PagedExecutor", "StepRunner"]
+__all__ = ["PagedExecutor"]
 
 logger = logging.getLogger(__name__)
-
-
-class HeldSteps(Protocol):
-    """Launches steps of a GPU before their tokens are known, see ModelRunner."""
-
-    def launch_held(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor
-    ) -> bool: ...
-
-    def release(self, token_ids: torch.Tensor, *, is_wanted: bool = True) -> None: ...
-
-    def drop_released(self) -> None: ...
-
-
-class StepRunner(Protocol):
-    """Computes flattened steps, see engine.step.runner.ModelRunner."""
-
-    @property
-    def hook(self) -> HiddenStatesHook: ...
-
-    def reduced_step(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        context: ForwardContext,
-        keep: torch.Tensor,
-        needs: Sequence[int] | None,
-    ) -> StepLogits:
-        """Run a step: logits of the rows in `keep`, or what is needed of each; None: all."""
-        ...
-
-    @property
-    def begins_ahead(self) -> bool: ...
-
-    @property
-    def runs_apart(self) -> bool:
-        """Whether a step is computed while `meanwhile` is called, which is set for it: by GPUs."""
-        ...
-
-    @property
-    def held_steps(self) -> HeldSteps | None:
-        """The runner's way to launch steps before their tokens are known; None where there is none."""
-        ...
-
-    meanwhile: Callable[[], None] | None
-    """To be called once in the step for which it is set; by runners that do not run apart before they compute."""
-
-    def begin(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor
-    ) -> None:
-        """Have the stages before this one compute a step that comes to `reduced_step` later, in this order."""
-        ...
 
 
 class PagedExecutor:
@@ -124,10 +71,10 @@ class PagedExecutor:
     (structured output). eos_token_ids: see RequestSampler. recorder: takes what steps took while a profile is written;
     set between steps. new_runtime: makes what records what is below Python, for a recorder. tiers: what is below the
     cache. hand_over: called in steps that do not run apart, once others may have Python: right before they are
-    computed. take_hot: what is new of experts in slots of GPUs, see StepResult.hot; after each step. take_stored: likewise, of experts in files, StepResult.stored. lend: called
-    before each step, with StepPlan.is_long. mend_model: see Ranks.recover. drafter: finds draft tokens that a plan
-    leaves to the engine. pictures: computes pictures; None: requests with some end. find_damage: what to say of the
-    weights where logits or an embedding are no numbers.
+    computed. take_hot: what is new of experts in slots of GPUs, see StepResult.hot; after each step. take_stored:
+    likewise, of experts in files, StepResult.stored. lend: called before each step, with StepPlan.is_long. mend_model:
+    see Ranks.recover. drafter: finds draft tokens that a plan leaves to the engine. pictures: computes pictures; None:
+    requests with some end. find_damage: what to say of the weights where logits or an embedding are no numbers.
     """
 
     recorder: Recorder | None = None

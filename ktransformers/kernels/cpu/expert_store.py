@@ -115,7 +115,9 @@ class ExpertStore:
         self._finalizer = weakref.finalize(self, self.handle.close)
         for index, path in enumerate(self.files):
             if not self.handle.is_direct(index):
-                logger.warning("%s: its file system has no O_DIRECT, so experts are read through the system's cache", path)
+                logger.warning(
+                    "%s: its file system has no O_DIRECT, so experts are read through the system's cache", path
+                )
 
     def add_layer(self, layer: int, layout: RecordLayout, extents: Sequence[Sequence[Extent]]) -> int:
         """Add the experts of a layer, before `open`, in the order in which layers are called.

@@ -79,9 +79,12 @@ def numbers(values: npt.ArrayLike) -> list[Any]:
 
 def part_name(part: str) -> str:
     """Return the name of a part of a step as people say it: "wait for CPU" for "wait_cpu"."""
-    return {"wait_cpu": "wait for CPU", "wait_disk": "wait for disk", "lm_head": "LM head", "gpu": "GPU, not timed by part"}.get(
-        part, part.replace("_", " ")
-    )
+    return {
+        "wait_cpu": "wait for CPU",
+        "wait_disk": "wait for disk",
+        "lm_head": "LM head",
+        "gpu": "GPU, not timed by part",
+    }.get(part, part.replace("_", " "))
 
 
 def axis(title: str, **options: Any) -> dict[str, Any]:

@@ -85,7 +85,9 @@ def bytes_of(data: Tensor) -> bytes:
     return data.numpy().tobytes()
 
 
-def write_records(path: Path, layers: Sequence[Layer], path_index: int = 0) -> list[tuple[RecordLayout, list[list[Extent]]]]:
+def write_records(
+    path: Path, layers: Sequence[Layer], path_index: int = 0
+) -> list[tuple[RecordLayout, list[list[Extent]]]]:
     """A packed file: the records of all layers one behind the other."""
     made = []
     with path.open("wb") as file:

@@ -51,7 +51,9 @@ def test_a_file_that_is_cut_short(made: Stored) -> None:
     os.truncate(made.path, about.st_size - 5 * made.store.layout(1).nbytes)
     forward(made, 1, [3])  # what is in memory goes on
     for _ in range(2):
-        with pytest.raises(ReadError, match=rf"{made.path} has \d+ bytes and had {about.st_size} .*load the model again"):
+        with pytest.raises(
+            ReadError, match=rf"{made.path} has \d+ bytes and had {about.st_size} .*load the model again"
+        ):
             forward(made, 1, [3, 7])
     with made.path.open("r+b") as file:
         file.write(data)

@@ -90,8 +90,14 @@ def test_block_types_of_the_program_itself(make_weight: MakeWeight, pool: Worker
     weights = ExpertWeights(fp8(96, 256), fp8(96, 256), fp8(256, 96))  # type: ignore[arg-type]
     layers = [Layer(weights, weights)]
     if has_bf16(pool.isa):
-        wanting = [[dataclasses.replace(one, wants_bf16=True) for one in part] for part in (  # type: ignore[type-var]
-            quantized.resident.gate or (), quantized.resident.up, quantized.resident.down)]
+        wanting = [
+            [dataclasses.replace(one, wants_bf16=True) for one in part]
+            for part in (  # type: ignore[type-var]
+                quantized.resident.gate or (),
+                quantized.resident.up,
+                quantized.resident.down,
+            )
+        ]
         layers.append(Layer(quantized.raw, ExpertWeights(*wanting)))  # type: ignore[arg-type]
     for layer in layers:
         made = build(tmp_path / "experts", [layer], pool, TOP_K + 2, TOP_K)
@@ -106,9 +112,7 @@ def test_biases_stay_in_memory(make_weight: MakeWeight, pool: WorkerPool, tmp_pa
     biases = [torch.randn(EXPERTS, size, generator=generator) for size in (40, 40, 64)]
     spec = ActivationSpec(Activation.SWIGLU_OAI)
     made = build(tmp_path / "experts", [layer], pool, TOP_K + 2, TOP_K, spec)
-    resident = dataclasses.replace(
-        layer.resident, gate_bias=biases[0], up_bias=biases[1], down_bias=biases[2]
-    )
+    resident = dataclasses.replace(layer.resident, gate_bias=biases[0], up_bias=biases[1], down_bias=biases[2])
     kernel = MoeKernel(ExpertWeights(None, [], [], *biases), spec, pool, 0, (made.store, 0))
     for tokens in (1, 9):
         arguments = call(tokens, 64, tokens)
@@ -127,7 +131,9 @@ def test_two_planes_of_activations_and_other_thread_counts(make_weight: MakeWeig
         pool.close()
 
 
-def test_layers_of_other_sizes_have_slots_of_their_own(make_weight: MakeWeight, pool: WorkerPool, tmp_path: Path) -> None:
+def test_layers_of_other_sizes_have_slots_of_their_own(
+    make_weight: MakeWeight, pool: WorkerPool, tmp_path: Path
+) -> None:
     kinds = [QuantType.Q4_0, QuantType.Q8_0, QuantType.Q4_0, QuantType.F16]
     layers = [make_layer(make_weight, pool, (one, one), EXPERTS, (64, 256), seed) for seed, one in enumerate(kinds)]
     made = build(tmp_path / "experts", layers, pool, 40, TOP_K)
@@ -142,7 +148,11 @@ def test_layers_of_other_sizes_have_slots_of_their_own(make_weight: MakeWeight, 
 
 @pytest.mark.parametrize("is_straight", [False, True])
 def test_random_calls_of_a_slow_disk(
-    is_straight: bool, make_weight: MakeWeight, pool: WorkerPool, tmp_path: Path, random_cases: Callable[[int, int], int]
+    is_straight: bool,
+    make_weight: MakeWeight,
+    pool: WorkerPool,
+    tmp_path: Path,
+    random_cases: Callable[[int, int], int],
 ) -> None:
     """Records arrive in any order while others are computed; the store fills itself beside that."""
     layers = [make_layer(make_weight, pool, experts=16, shape=(512, 768), seed=seed) for seed in range(3)]
@@ -161,9 +171,7 @@ def test_random_calls_of_a_slow_disk(
 
 
 @pytest.mark.parametrize("num_pools", [1, 2])
-def test_two_threads_call_two_layers(
-    num_pools: int, make_weight: MakeWeight, pool: WorkerPool, tmp_path: Path
-) -> None:
+def test_two_threads_call_two_layers(num_pools: int, make_weight: MakeWeight, pool: WorkerPool, tmp_path: Path) -> None:
     """With pools of their own both are in the midst of a call, and each holds slots that the other could do with."""
     layers = [make_layer(make_weight, pool, experts=EXPERTS, seed=seed) for seed in range(2)]
     made = build(tmp_path / "experts", layers, pool, TOP_K + 2, TOP_K)
