@@ -1,4 +1,4 @@
-"""Experts in files, with memory for as many of them as fit (csrc/ops/store): a MoeKernel computes with what a store has.
+"""Experts in files, with memory for as many of them as fit (csrc/ops/store). A MoeKernel computes with them.
 
 Knows records, files and bytes; not models, formats of files, or how much memory there is.
 """
@@ -175,7 +175,7 @@ class ExpertStore:
 
     def scores(self) -> dict[int, Tensor]:
         """Return fp64 [E] of each layer: picks of its experts, those of the last few thousand steps most."""
-        rows = torch.tensor(self.handle.scores(), dtype=torch.float64).split(self._counts)
+        rows = torch.split(torch.tensor(self.handle.scores(), dtype=torch.float64), self._counts)
         return dict(zip(self._layers, rows, strict=True))
 
     def stats(self) -> StoreStats:
