@@ -12,7 +12,7 @@
 A record's checksum is its CRC-32: it is there for disks that fail, and costs a seventh of what blake2b does (4.5 GiB/s
 of one core). Every byte of the file is under a checksum, the digest, or compared.
 
-VERSION changes with the bytes of any packed layout, or of what `--cpu_quant` makes of weights: a test holds them.
+VERSION changes with the bytes of any packed layout, which a test holds, and with what `--cpu_quant` makes of weights.
 """
 
 from __future__ import annotations
