@@ -60,7 +60,7 @@ class ExpertFiles:
 
     @property
     def store(self) -> ExpertStore:
-        """The store. Raises RuntimeError before `begin`."""
+        """The store of the layers that were added. Raises RuntimeError before `begin`."""
         if self._store is None:
             raise RuntimeError("experts in files are read once the model is being loaded")
         return self._store
