@@ -271,10 +271,11 @@ class PagedExecutor:
         observing_ns = time.monotonic_ns()
         if self.drafter is not None and plan.is_observed:
             self.drafter.observe(computed_rows(rows, inputs, results))
-        ended_ns = time.monotonic_ns()
+        ended_ns, stored = time.monotonic_ns(), self.take_stored()
         if recorder is not None:
             drawn = [sum(1 for _ in result.tokens) for result in results]
-            recorder.end_step(self._record(plan, kept, drawn, (began_ns, ended_ns, sampling_ns), recorder.epoch))
+            record = self._record(plan, kept, drawn, (began_ns, ended_ns, sampling_ns), recorder.epoch)
+            recorder.end_step(msgspec.structs.replace(record, stored=stored))
         return StepResult(
             step_id=plan.step_id,
             results=results,
@@ -285,7 +286,7 @@ class PagedExecutor:
             experts=experts,
             expert_counts=counts,
             hot=self.take_hot(),
-            stored=self.take_stored(),
+            stored=stored,
             failed=[(row.run_id, run.failure) for row, run in zip(rows, inputs.runs, strict=True) if run.failure],
             tiers=self._tier_result((ended_ns - copied_ns) / 1e9),
         )

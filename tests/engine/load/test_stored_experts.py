@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +22,9 @@ from ktransformers.errors import ConfigError, EngineError, UnsupportedError, Wei
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.expert_files import ExpertFiles
 from ktransformers.optimize.expert_slots import EXPERT_SLOTS
+from ktransformers.profiling import load
+from ktransformers.profiling.records import PARTS
+from ktransformers.profiling.report import write_report
 from tests.support.engines.one_sequence import StaticEngine, static_engine
 from tests.support.gguf.writer import write_gguf
 from tests.support.models.demo import DEMO_GGUF
@@ -210,3 +214,19 @@ def test_files_are_closed_with_the_engine(demo: Path) -> None:
         assert "found theirs in RAM" in files_of(llm).describe()
     gc.collect()
     assert num_open() == before
+
+
+def test_a_profile_has_what_was_found_read_and_waited_for(demo: Path, tmp_path: Path) -> None:
+    with opened(demo, experts_from="disk", experts_ram=1e-6, profile=tmp_path / "profile") as llm:
+        before = files_of(llm).store.stats()
+        answers(llm)
+        after = files_of(llm).store.stats()
+    profile = load(tmp_path / "profile")
+    found = profile.steps.read("stored_hits", "stored_misses", "stored_bytes", "stored_wait_us", "parts_us")
+    sums = {name: float(np.nansum(found[name])) for name in ("stored_hits", "stored_misses", "stored_bytes")}
+    assert sums["stored_hits"] == after.hits - before.hits
+    assert sums["stored_misses"] == after.misses - before.misses > 0
+    assert sums["stored_bytes"] == after.bytes_read - before.bytes_read > 0
+    assert found["parts_us"][:, PARTS.index("wait_disk")].sum() > 0
+    write_report(profile, tmp_path / "report.html")
+    assert "experts found in RAM" in (tmp_path / "report.html").read_text()
