@@ -295,8 +295,9 @@ bool ExpertStore::fill_next() {
 }
 
 StoreStats ExpertStore::stats() {
+  if (is_forked()) return stats_;  // somebody may have held the mutex
   const std::lock_guard<std::mutex> lock(shared_->mutex);
-  if (reader_ != nullptr && !is_forked()) stats_.bytes_read = reader_->bytes_read();
+  if (reader_ != nullptr) stats_.bytes_read = reader_->bytes_read();
   return stats_;
 }
 
