@@ -10,9 +10,13 @@ Knows no operators; a layer is the name of its experts' module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
 
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
@@ -23,6 +27,10 @@ from ktransformers.weights.stored_experts.mapped import mapped_extents
 from ktransformers.weights.stored_experts.reading import StoredExperts
 
 __all__ = ["ExpertFiles", "ExpertRecords"]
+
+Scores = Mapping[int, npt.NDArray[np.float64]]
+
+_SAVED_EVERY = 4096  # steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +60,8 @@ class ExpertFiles:
     _store: ExpertStore | None = field(default=None, init=False)
     _found: dict[tuple[str, RecordLayout], ExpertRecords] = field(default_factory=dict, init=False)
     _taken: StoreStats | None = field(default=None, init=False)
+    _num_taken: int = field(default=0, init=False)
+    _save: Callable[[Scores], None] | None = field(default=None, init=False)
 
     @property
     def paths(self) -> Sequence[Path]:
@@ -109,9 +119,18 @@ class ExpertFiles:
         self.store.open(top_k)
         self._taken = self.store.stats()
 
-    def fill(self) -> None:
-        """Begin to read experts to slots that are empty, while nothing else is read."""
-        self.store.fill()
+    def fill(self, learned: Scores, save: Callable[[Scores], None]) -> None:
+        """Begin to read experts to slots that are empty, while nothing else is read: those first that were used most.
+
+        learned: scores at earlier starts by the layer's number in the model, fp64 [E]; of other layers they are left
+        out. save: called with the scores of all layers now and then, and at the end.
+        """
+        known = {layer: torch.from_numpy(scores) for layer, scores in learned.items()}
+        ours = self.store.scores()
+        self.store.fill(
+            {layer: one for layer, one in known.items() if layer in ours and one.shape == ours[layer].shape}
+        )
+        self._save = save
 
     def take(self) -> tuple[int, int, int, float, int]:
         """Return what is new since the last call: experts of calls that were in RAM, those that were not, bytes read,
@@ -120,6 +139,9 @@ class ExpertFiles:
         assert self._taken is not None, "it is open"
         before, now = self._taken, self.store.stats()
         self._taken = now
+        self._num_taken += 1
+        if self._num_taken % _SAVED_EVERY == 0:
+            self._save_scores()
         return (
             now.hits - before.hits,
             now.misses - before.misses,
@@ -137,7 +159,13 @@ class ExpertFiles:
             f"{size_of(stats.bytes_read)} read, {stats.waited_seconds:.1f} s waited for them"
         )
 
+    def _save_scores(self) -> None:
+        if self._save is not None and self._taken is not None and self._taken.hits + self._taken.misses:
+            self._save({layer: scores.numpy() for layer, scores in self.store.scores().items()})
+
     def close(self) -> None:
         """Let go of slots and files. No kernel may be called any more."""
         if self._store is not None:
+            self._save_scores()
+            self._save = None
             self._store.close()

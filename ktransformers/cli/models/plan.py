@@ -96,10 +96,11 @@ def plan_command(args: argparse.Namespace) -> int:
     from ktransformers.engine.plan.dry_run import dry_run
     from ktransformers.optimize.machine_speed import SpeedFile
 
-    preview = dry_run(open_planned(config, args.synthetic), name=args.synthetic)
+    opened = open_planned(config, args.synthetic)
+    preview = dry_run(opened, name=args.synthetic)
     rates = bandwidths(preview.summary.reads.bytes_per_token(), preview.num_threads)
     expected = expect(preview, SpeedFile().read(), args.batch, args.context)
-    disk = expect_of_disk(preview, rates, expected)
+    disk = expect_of_disk(preview, rates, expected, opened)
     shown = None if preview.plan.stored_experts else expected  # which has all experts in RAM
     _show(preview, rates, shown, disk, as_json=args.json, is_full=args.full, modules=args.modules)
     if preview.fit_suggestions is None:
@@ -130,11 +131,16 @@ def expect(preview: DryRun, speed: MachineSpeed | None, batch: int, context: int
     return Expected((prefill, predict_decode(load, speed, batch, context)))
 
 
-def expect_of_disk(preview: DryRun, rates: Mapping[str, float], expected: Expected) -> DiskPrediction | None:
+def expect_of_disk(
+    preview: DryRun, rates: Mapping[str, float], expected: Expected, opened: OpenedModel
+) -> DiskPrediction | None:
     """Predict what a plan will do whose experts stay in files, by reading some of these for a moment; None for others,
     and where nothing can be read.
     """
+    from ktransformers.engine.model.fingerprint import ModelDigests
+    from ktransformers.engine.model.hot_file import HotFile
     from ktransformers.optimize.disk_prediction import predict_from_disk
+    from ktransformers.optimize.hot_slots import LearnedPicks
     from ktransformers.system.disk_speed import measure_disk
 
     summary = preview.summary
@@ -151,7 +157,8 @@ def expect_of_disk(preview: DryRun, rates: Mapping[str, float], expected: Expect
     seconds = {one.phase: one.seconds / one.tokens for one in expected.predictions}
     seconds.setdefault("decode", 0.0 if bound is None else 1.0 / bound)
     times = seconds["decode"], seconds.get("prefill", 0.0)
-    found = predict_from_disk(preview.plan, summary.top_k, summary.chunk_size, speed.bytes_per_s, *times)
+    learned = LearnedPicks.of(HotFile(ModelDigests.of(opened)).read().values()) if HotFile.has_any() else None
+    found = predict_from_disk(preview.plan, summary.top_k, summary.chunk_size, speed.bytes_per_s, *times, learned)
     return replace(found, is_measured=bool(expected.predictions))
 
 

@@ -33,6 +33,7 @@ from ktransformers.engine.media.family import PictureFamily
 from ktransformers.engine.media.features import PictureEncoder
 from ktransformers.engine.media.towers import load_tower
 from ktransformers.engine.model.assistant import lenders_of
+from ktransformers.engine.model.hot_file import HotFile
 from ktransformers.engine.model.mtp import MtpInput
 from ktransformers.engine.model.opened import OpenedModel, open_model
 from ktransformers.engine.parallel.ranks.driver import Driver, made_of
@@ -157,7 +158,8 @@ def _executor(built: CapturedModel, runner: ModelRunner, stats: ExpertStats) -> 
     if built.expert_files is not None:
         built.expert_files.take()  # what ran while loading
         executor.take_stored = built.expert_files.take
-        built.expert_files.fill()
+        learned = HotFile(built.identified.sampled.digests)
+        built.expert_files.fill(learned.read(), learned.add)
     return executor
 
 

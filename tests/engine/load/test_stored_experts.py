@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import build_engine, plan_model
 from ktransformers.errors import ConfigError, EngineError, UnsupportedError, WeightError
+from ktransformers.kernels.cpu import ExpertStore
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.expert_files import ExpertFiles
 from ktransformers.optimize.expert_slots import EXPERT_SLOTS
@@ -230,3 +231,25 @@ def test_a_profile_has_what_was_found_read_and_waited_for(demo: Path, tmp_path: 
     assert found["parts_us"][:, PARTS.index("wait_disk")].sum() > 0
     write_report(profile, tmp_path / "report.html")
     assert "experts found in RAM" in (tmp_path / "report.html").read_text()
+
+
+def test_the_next_start_begins_with_what_was_used_most(
+    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with opened(demo, experts_from="disk", experts_ram=1e-6) as llm:
+        answers(llm)
+        learned = files_of(llm).store.scores()
+    begun: list[Mapping[int, torch.Tensor]] = []
+    fill = ExpertStore.fill
+
+    def filling(self: ExpertStore, scores: Mapping[int, torch.Tensor] | None = None, wait: bool = False) -> None:
+        begun.append(scores or {})
+        fill(self, scores, wait)
+
+    monkeypatch.setattr(ExpertStore, "fill", filling)
+    with opened(demo, experts_from="disk", experts_ram=1e-6):
+        (scores,) = begun
+    assert scores.keys() == learned.keys()
+    for layer, want in learned.items():
+        assert torch.allclose(scores[layer], want, atol=1e-3)
