@@ -36,6 +36,11 @@ def logits_of(engine: StaticEngine) -> list[torch.Tensor]:
     return [prompt, *(engine.runner.forward([token], 4 + i, [0]).clone() for i, token in enumerate([8, 1, 9]))]
 
 
+def read_something(engine: StaticEngine) -> None:
+    for token in range(20):
+        engine.runner.forward([token], 7, [0])
+
+
 def test_results_are_those_of_experts_in_ram(config: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     plain = static_engine(replace(config, hot_experts="off"), hardware=fake_hardware())
@@ -49,8 +54,7 @@ def test_results_are_those_of_experts_in_ram(config: EngineConfig, caplog: pytes
     assert engine.expert_files.store.stats().misses > 0
     engine.expert_files.store.handle._fail_next(1)
     with pytest.raises(ReadError, match=r"model\.gguf"):
-        for token in range(20):  # until one is read
-            engine.runner.forward([token], 7, [0])
+        read_something(engine)
     for one, want in zip(logits_of(engine), wanted, strict=True):
         assert torch.equal(one, want)
     engine.close()
