@@ -14,9 +14,15 @@ from ktransformers.weights.stored_experts.places import place_beside
 from ktransformers.weights.stored_experts.reading import StoredExperts
 from ktransformers.weights.synthetic import SyntheticSource
 
-__all__ = ["open_expert_files"]
+__all__ = ["has_files", "open_expert_files"]
 
 logger = logging.getLogger(__name__)
+
+
+def has_files(opened: OpenedModel) -> bool:
+    """Whether a model has files, or is a shape that stands for such."""
+    stands_for_files = isinstance(opened.source, SyntheticSource) and opened.source.stands_for_files
+    return bool(opened.files) or stands_for_files
 
 
 def open_expert_files(opened: OpenedModel) -> ExpertFiles:
@@ -25,10 +31,10 @@ def open_expert_files(opened: OpenedModel) -> ExpertFiles:
     Raises UnsupportedError for a model without files, FormatError for a packed file that is damaged, ConfigError for
     one of another model.
     """
-    if not opened.files:
-        if isinstance(opened.source, SyntheticSource) and opened.source.stands_for_files:
-            return ExpertFiles(())
+    if not has_files(opened):
         raise UnsupportedError("this model is made up in memory, and has no files that its experts could be read from")
+    if not opened.files:
+        return ExpertFiles(())
     path = place_beside(opened.files)
     if not path.exists():
         return ExpertFiles(opened.files)

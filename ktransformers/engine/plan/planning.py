@@ -19,7 +19,7 @@ from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.engine.model.skeleton import cache_shapes
 from ktransformers.engine.plan.attention import choose_attention, materialization_nbytes
 from ktransformers.engine.plan.cache_plan import CachePlan
-from ktransformers.engine.plan.expert_disk import open_expert_files
+from ktransformers.engine.plan.expert_disk import has_files, open_expert_files
 from ktransformers.engine.plan.hardware import Hardware
 from ktransformers.engine.plan.kv_types import KvTypes
 from ktransformers.engine.plan.tier_plan import tier_bytes
@@ -190,7 +190,8 @@ class Planner:
             return self._with_files().settled_as_it_is(hardware)
         planned, settled = self.settled_as_it_is(hardware)
         is_short = planned.plan.total_bytes.get("cpu", 0) > planned.plan.capacity.get("cpu", 0)
-        if wanted == "ram" or not is_short or config.pipeline > 1 or config.tensor_parallel > 1:
+        is_divided = config.pipeline > 1 or config.tensor_parallel > 1
+        if wanted == "ram" or not is_short or is_divided or not has_files(self.opened):
             return planned, settled
         try:
             instead, on = self._with_files().settled_as_it_is(hardware)
