@@ -217,12 +217,11 @@ void ExpertStore::begin_read(int32_t at, int64_t record) {
   reader_->enqueue(at, {&layer.parts, &layer.pieces, &layer.extents[first], slot.data});
 }
 
-// The slot is empty from now on.
+// The slot, whose read failed, is empty from now on.
 void ExpertStore::clear(int32_t at) {
   Slot& slot = slots_[static_cast<size_t>(at)];
   Pool& pool = pools_[layer_of(slot.record).pool];
   set_guest(pool, slot, false);
-  slot_of_[static_cast<size_t>(slot.record)] = -1;
   errors_.erase(at);
   slot.record = -1;
   slot.state = State::Empty;
@@ -247,6 +246,7 @@ void ExpertStore::done(int32_t at, const std::string& error) {
   if (!error.empty()) {
     ++stats_.read_errors;
     errors_[at] = error;
+    slot_of_[static_cast<size_t>(slot.record)] = -1;
     if (slot.pins == 0) clear(at);
   }
   shared_->changed.notify_all();
@@ -403,6 +403,7 @@ void Visit::acquire(bool is_first) {
     }
     store_.slots_[static_cast<size_t>(one.slot)].pins = 1;
     store_.begin_read(one.slot, record);
+    one.is_own = true;
     --num_lacking_;
     ++num_held_;
     is_any = true;
@@ -414,14 +415,22 @@ bool Visit::is_ready(const Visited& one) const {
   return one.slot >= 0 && !one.is_done && store_.slots_[static_cast<size_t>(one.slot)].state == State::Ready;
 }
 
-void Visit::check() const {
+// Throws for a read of this call that failed. One that others asked for may have failed before this call began: what it
+// was to bring is read again.
+void Visit::check() {
   store_.check_open();
   if (store_.errors_.empty()) return;
-  for (const Visited& one : experts_) {
+  for (Visited& one : experts_) {
     if (one.slot < 0 || one.is_done) continue;
     const auto found = store_.errors_.find(one.slot);
-    if (found != store_.errors_.end()) throw ReadError(found->second);
+    if (found == store_.errors_.end()) continue;
+    if (one.is_own) throw ReadError(found->second);
+    store_.unpin(one.slot);
+    one.slot = -1;
+    --num_held_;
+    ++num_lacking_;
   }
+  acquire(false);
 }
 
 void Visit::take(Span<int32_t>& chosen) {

@@ -151,7 +151,7 @@ class ExpertStore {
 // An expert of a call.
 struct Visited {
   int32_t expert = 0, slot = -1;
-  bool was_there = false, is_done = false;
+  bool was_there = false, is_own = false, is_done = false;  // is_own: read for this call
 };
 
 // One call of a layer. Holds what it has not computed yet.
@@ -177,7 +177,7 @@ class Visit {
   using State = ExpertStore::State;
   void acquire(bool is_first);
   bool is_ready(const Visited& one) const;
-  void check() const;
+  void check();
   ExpertStore& store_;
   const ExpertStore::Layer& layer_;
   ExpertStore::Pool* pool_ = nullptr;
