@@ -15,5 +15,5 @@ order of steps, maps and copies. `cache/hot_experts.py` decides who has a slot, 
 behind the last step that may read it, and named by the map once the host has seen its bytes arrive.
 
 In files: experts on the CPU may stay there, and a store reads them as kernels need them (operators/expert_files.py,
-kernels/cpu/expert_store.py). They are then computed by the CPU alone: nothing is streamed, and no slot of a GPU has one.
+kernels/cpu/expert_store.py). The CPU alone computes them then: nothing is streamed, and no slot of a GPU has one.
 """
