@@ -48,8 +48,10 @@ def _experts(args: argparse.Namespace, pool: WorkerPool) -> ExpertWeights:
     """One layer's; all layers have the same."""
     qtype = QuantType[args.type.upper()]
     shapes = ((args.width, args.hidden), (args.width, args.hidden), (args.hidden, args.width))
-    parts = [pack_all([random_weight(qtype, *shape) for _ in range(args.experts)], pool) for shape in shapes]  # type: ignore[misc]
-    return ExpertWeights(*parts)
+    gate, up, down = (
+        pack_all([random_weight(qtype, rows, cols) for _ in range(args.experts)], pool) for rows, cols in shapes
+    )
+    return ExpertWeights(gate, up, down)
 
 
 def _write(path: Path, weights: ExpertWeights, layers: int) -> tuple[RecordLayout, list[list[list[Extent]]]]:
@@ -59,9 +61,11 @@ def _write(path: Path, weights: ExpertWeights, layers: int) -> tuple[RecordLayou
         assert one is not None
         first = one[0]
         assert isinstance(first, PackedTensor)
-        parts.append(RecordPart(first.qtype, *first.shape, CpuLayout.TILES, offset, first.data.numel()))
+        rows, cols = first.shape
+        parts.append(RecordPart(first.qtype, rows, cols, CpuLayout.TILES, offset, first.data.numel()))
         offset += -(-first.data.numel() // 64) * 64
-    layout = RecordLayout(*parts, -(-offset // DISK_BLOCK) * DISK_BLOCK)
+    gate, up, down = parts
+    layout = RecordLayout(gate, up, down, -(-offset // DISK_BLOCK) * DISK_BLOCK)
     extents: list[list[list[Extent]]] = []
     with path.open("wb") as file:
         for _ in range(layers):
