@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -17,12 +18,13 @@ from ktransformers.config import EngineConfig
 from ktransformers.convert.pack_model import pack_model
 from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
-from ktransformers.engine.load.builder import build_engine, plan_model
-from ktransformers.errors import ConfigError, EngineError, UnsupportedError, WeightError
+from ktransformers.engine.load.builder import Hardware, build_engine, plan_model
+from ktransformers.errors import CapacityError, ConfigError, EngineError, UnsupportedError, WeightError
 from ktransformers.kernels.cpu import ExpertStore
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.expert_files import ExpertFiles
 from ktransformers.optimize.expert_slots import EXPERT_SLOTS
+from ktransformers.optimize.machine import Machine
 from ktransformers.profiling import load
 from ktransformers.profiling.records import PARTS
 from ktransformers.profiling.report import write_report
@@ -253,3 +255,21 @@ def test_the_next_start_begins_with_what_was_used_most(
     assert scores.keys() == learned.keys()
     for layer, want in learned.items():
         assert torch.allclose(scores[layer], want, atol=1e-3)
+
+
+def test_a_machine_that_is_too_small_reads_by_itself(demo: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    config = EngineConfig(gguf_path=demo, cpu_infer=1, cache_lens=64, self_check=False)
+    whole = build_engine(config)
+    ram = whole.plan.total_bytes["cpu"] - MIB
+    whole.close()
+    assert "on the disk" not in caplog.text
+    hardware = Hardware(Machine(ram, ram, {"cpu": ram}))
+    with pytest.raises(CapacityError, match="does not fit into this machine"):
+        build_engine(replace(config, experts_from="ram"), hardware=hardware)
+    engine = static_engine(config, hardware=hardware)
+    assert "of experts stay on the disk" in caplog.text
+    assert engine.plan.total_bytes["cpu"] <= ram
+    assert engine.expert_files.store.stats().num_slots > 0
+    assert engine.runner.forward([1, 2, 3], 0, [2]).isfinite().all()
+    engine.close()
