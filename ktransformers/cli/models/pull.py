@@ -148,6 +148,7 @@ class _Fitting:
             cpu_quant=None if variant.is_gguf else self.args.cpu_quant,
             gpu_memory=self.args.gpu_memory,
             trust_remote_code=self.args.trust_remote_code,
+            experts_from="ram",  # what reads experts from the disk is not what fits
         )
         return plan_model(config, hardware=self.hardware)
 
