@@ -109,7 +109,7 @@ def check_packed(model: Path | EngineConfig, output: Path | None, progress: Make
 
 def _planned(config: EngineConfig) -> tuple[OpenedModel, list[tuple[KTransformersExperts, ExpertsLayer]]]:
     """The opened model, and the layers whose experts the CPU's kernels compute: all, whatever GPUs there are."""
-    opened = open_model(replace(config, use_cuda=False, picture_folder=None))
+    opened = open_model(replace(config, use_cuda=False, picture_folder=None, experts_from="ram"))
     layers = list[tuple[KTransformersExperts, ExpertsLayer]]()
     for key, operator in plan_model(opened.config, opened).operators.items():
         if not isinstance(operator, KTransformersExperts):

@@ -38,7 +38,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A record of a step that an engine has run.
 
     sampled: (request, flattened row that its next token was sampled from).
-    sampling_ns: all of sampling, which native records of sampling lie within; None: not looked at.
+    sampling_ns: all of sampling, which native records of sampling lie within; None: not looked at. stored: of experts
+    in files, see StepResult.
     """
 
     epoch: int
@@ -50,6 +51,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_seqs: int
     sampled: Sequence[tuple[str, int]]
     sampling_ns: int | None = None
+    stored: tuple[int, int, int, float, int] = (0, 0, 0, 0.0, 0)
 
 
 class GpuTimes(msgspec.Struct, frozen=True):

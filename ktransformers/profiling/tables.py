@@ -245,6 +245,10 @@ def _step_columns(meta: Meta) -> dict[str, ColumnSpec]:
         f"cpu_{name}": ColumnSpec("cpu", dict[str, float | None] | None, _key_of(name), None)
         for name in ("busy_us", "idle_us", "wait_us", "num_threads")
     }
+    stored = {
+        f"stored_{name}": ColumnSpec("stored", dict[str, float] | None, _key_of(name), None)
+        for name in ("hits", "misses", "bytes", "wait_us")
+    }
     return {
         "step": ColumnSpec("step", int, _as_ints),
         "t": ColumnSpec("t", float, _as_floats),
@@ -252,6 +256,7 @@ def _step_columns(meta: Meta) -> dict[str, ColumnSpec]:
         **ints,
         "waiting": ColumnSpec("waiting", float | None, _as_floats, None),
         **cpu,
+        **stored,
         "parts_us": ColumnSpec("parts_us", dict[str, float], _by_part, {}),
         "bytes": ColumnSpec("bytes", dict[str, float], _by_part, {}),
         "gpu_us": ColumnSpec("gpu_us", dict[str, float] | None, _by_part, None),

@@ -148,7 +148,7 @@ class SyntheticSource:
         *,
         stands_for_files: bool = False,
     ):
-        self._stands_for_files = stands_for_files
+        self.stands_for_files = stands_for_files
         self._top_k, self._num_experts = facts.top_k() or 1, 0 if facts.experts is None else facts.experts.num_experts
         self.routing, self._is_skewed = routing, routing != ROUTINGS[0]
         self._shapes = {name: tuple(shape) for name, shape in shapes.items() if ".experts." not in name}
@@ -175,7 +175,7 @@ class SyntheticSource:
 
     def stored_bytes(self, stored_name: str) -> torch.Tensor | None:
         """Return None: there are no files. Of a table that a plan has in files: bytes on `meta`."""
-        if not (self._stands_for_files and _NGRAMS.search(stored_name)):
+        if not (self.stands_for_files and _NGRAMS.search(stored_name)):
             return None
         return torch.empty(self._found(stored_name).nbytes, dtype=torch.uint8, device="meta")
 

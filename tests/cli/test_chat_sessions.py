@@ -161,3 +161,16 @@ def test_another_process_goes_on(new_chat: NewChat, tmp_path: Path) -> None:
     )
     assert done.stdout == want
     assert f"({whole.last.cached_len} of them reused)" in done.stderr
+
+
+def test_experts_on_the_disk_say_the_same(new_chat: NewChat, tmp_path: Path) -> None:
+    """A session saved by a model with all experts in RAM is one of the same model."""
+    ram, disk = new_chat(), new_chat(experts_from="disk", experts_ram=1e-6)
+    assert disk.say(*QUESTIONS[:2]) == ram.say(*QUESTIONS[:2])
+    assert "experts on the disk: " in disk.loop.describe_stats()
+    assert "experts on the disk" not in ram.loop.describe_stats()
+    ram.say(f"/save {tmp_path / 'chat.safetensors'}")
+    again = new_chat(experts_from="disk", experts_ram=1e-6)
+    again.say(f"/load {tmp_path / 'chat.safetensors'}")
+    assert again.say(QUESTIONS[2]) == ram.say(QUESTIONS[2])
+    assert again.last.cached_len > 0

@@ -317,6 +317,8 @@ def _measure(
         print(f"the most used quarter of each layer's experts had {100 * share:.0f} % of the picks of decode")
     if engine.hot.gpus:
         print(f"hot experts: {engine.hot.describe()}")
+    if engine.expert_files is not None:
+        print(f"experts on the disk: {engine.expert_files.describe()}")
     ram, vram = ram_peak(), vram_peak()
     print(f"RAM peak {ram / 1e9:.2f} GB", end="")
     print("" if vram is None else f", VRAM peak {vram.reserved / 1e9:.2f} GB")

@@ -61,7 +61,11 @@ class StepWeights:
         tables = {entry.key for entry in plan.entries if entry.key.endswith("embed_tokens")} - set(plan.shared.values())
         experts = {key: op for key, op in plan.operators.items() if isinstance(op, KTransformersExperts)}
         dense = sum(entry.total_bytes for entry in plan.entries if entry.key not in tables | set(experts))
-        sizes = [entry.total_bytes / experts[entry.key].num_experts for entry in plan.entries if entry.key in experts]
+        sizes = [
+            (entry.total_bytes + entry.stored_experts) / experts[entry.key].num_experts
+            for entry in plan.entries
+            if entry.key in experts
+        ]
         counts = [op.num_experts for op in experts.values()]
         return cls(dense, sum(sizes), len(sizes), max(counts, default=0))
 

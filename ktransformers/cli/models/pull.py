@@ -21,7 +21,7 @@ from ktransformers.hub.names import ModelName, parse_name
 from ktransformers.hub.variants import Variant, find_variants, is_companion, select
 
 if TYPE_CHECKING:
-    from ktransformers.engine.plan.planning import Hardware
+    from ktransformers.engine.plan.hardware import Hardware
     from ktransformers.hub.remote import Repository
     from ktransformers.optimize.plan import Plan
 
@@ -99,7 +99,7 @@ class _Fitting:
     def hardware(self) -> Hardware:
         """Devices and memory of this machine, measured once."""
         if self._hardware is None:
-            from ktransformers.engine.plan.planning import Hardware
+            from ktransformers.engine.plan.hardware import Hardware
 
             self._hardware = Hardware.detect(EngineConfig(gpu_memory=self.args.gpu_memory))
         return self._hardware
@@ -148,6 +148,7 @@ class _Fitting:
             cpu_quant=None if variant.is_gguf else self.args.cpu_quant,
             gpu_memory=self.args.gpu_memory,
             trust_remote_code=self.args.trust_remote_code,
+            experts_from="ram",  # what reads experts from the disk is not what fits
         )
         return plan_model(config, hardware=self.hardware)
 

@@ -101,7 +101,7 @@ def _patch_pixels(model: nn.Module) -> int:
 def _experts_on_cpu(plan: Plan) -> int:
     """Bytes of routed experts that would go to what is left of GPUs."""
     entries = (entry for entry in plan.entries if isinstance(plan.operators.get(entry.key), KTransformersExperts))
-    return sum(entry.nbytes.get("cpu", 0) for entry in entries)
+    return sum(entry.nbytes.get("cpu", 0) + entry.stored_experts for entry in entries)
 
 
 def _lines(weights: Mapping[str, int], work: Mapping[str, int]) -> dict[str, dict[str, int]]:

@@ -40,7 +40,7 @@ def model_meta(engine: LoadedModel, backend: str) -> ProfileMeta:
         if not isinstance(operator, KTransformersExperts) or found is None or int(found.group(1)) >= card.num_layers:
             continue
         layer = int(found.group(1))
-        expert_bytes[layer] = entry.total_bytes // operator.num_experts
+        expert_bytes[layer] = (entry.total_bytes + entry.stored_experts) // operator.num_experts
         on_gpu[layer] = operator.num_experts if operator.device.is_gpu else 0
         types.update(entry.quant_types)
     model = _model(card, engine.config, engine.model.architecture)

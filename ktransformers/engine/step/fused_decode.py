@@ -23,6 +23,7 @@ from ktransformers.cache.paged import LayerShape
 from ktransformers.engine.model.mtp import MtpInput
 from ktransformers.engine.step.hidden import LastHiddenHook
 from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.kernels.cpu.expert_store import ReadError
 from ktransformers.operators.attention.rope import KRotaryEmbedding
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.layers.native_stack import NativeStack
@@ -107,6 +108,8 @@ def find_fused_decode(model: Any, shapes: list[LayerShape], pool: WorkerPool, lo
         positions, kept = torch.arange(PROBE_ROWS) + first, torch.tensor(keep)
         try:
             got = short.logits(ids, positions, probe_context(shapes, pool, PROBE_ROWS), kept).clone()
+        except ReadError:
+            raise
         except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
             logger.debug("the model keeps its own forward: %s", error)
             return None

@@ -13,4 +13,7 @@ pure, and never slower than either side alone by its own rates. A result depends
 In slots of a GPU: slots and the map expert -> slot are fixed memory, which captured graphs read; `hot.py` draws the
 order of steps, maps and copies. `cache/hot_experts.py` decides who has a slot, on numbers alone. A slot is written
 behind the last step that may read it, and named by the map once the host has seen its bytes arrive.
+
+In files: experts on the CPU may stay there, and a store reads them as kernels need them (operators/expert_files.py,
+kernels/cpu/expert_store.py). The CPU alone computes them then: nothing is streamed, and no slot of a GPU has one.
 """

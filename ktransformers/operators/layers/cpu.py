@@ -19,6 +19,7 @@ from typing_extensions import override
 from ktransformers.cache.paged import LayerShape
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.kernels.cpu.expert_store import ReadError
 from ktransformers.kernels.cpu.latent import LatentLayer, LatentParts
 from ktransformers.kernels.cpu.layer import (
     AttentionLayer,
@@ -369,6 +370,8 @@ def _fused(
         fused = FusedLayer(layer, pool, buffers, *parts)
         try:
             agrees = _agrees(fused, call, shape, pool)
+        except ReadError:
+            raise
         except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, KTransformersError) as error:
             agrees, reason = False, str(error)
         if agrees:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 
 from ktransformers.errors import ConfigError
 from ktransformers.profiling.cache_simulation import simulate
@@ -150,4 +151,18 @@ def _tiles(profile: Profile, sums: StepSums, found: dict[str, Quantiles]) -> lis
         ("time to first token, p50", number(found["ttft"].p50, "ms")),
         ("token to token, p50", number(found["itl"].p50, "ms")),
         ("token to token, p99", number(found["itl"].p99, "ms")),
+        *_stored_tiles(profile),
+    ]
+
+
+def _stored_tiles(profile: Profile) -> list[tuple[str, str]]:
+    """Of experts in files, where there are any."""
+    columns = profile.steps.read("stored_hits", "stored_misses", "stored_bytes", "stored_wait_us")
+    hits, misses, nbytes, micros = (float(np.nansum(columns[name])) for name in columns)
+    if not hits + misses:
+        return []
+    return [
+        ("experts found in RAM", number(100 * hits / (hits + misses), "%")),
+        ("of them read from the disk", number(nbytes / 1e9, "GB")),
+        ("waited for the disk", number(micros / 1e6, "s")),
     ]

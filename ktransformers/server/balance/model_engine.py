@@ -56,5 +56,6 @@ def load_engine(options: EngineOptions, progress: Progress) -> LoadedEngine:
 
 def _experts_on_cpu(plan: Plan) -> list[tuple[int, int]]:
     """(experts, bytes of them all) of each layer that has them there."""
-    found = ((plan.operators.get(entry.key), entry.nbytes.get("cpu", 0)) for entry in plan.entries)
+    sizes = [(entry.key, entry.nbytes.get("cpu", 0) + entry.stored_experts) for entry in plan.entries]
+    found = ((plan.operators.get(key), nbytes) for key, nbytes in sizes)
     return [(made.num_experts, nbytes) for made, nbytes in found if isinstance(made, KTransformersExperts) and nbytes]

@@ -9,14 +9,14 @@ import torch
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import Hardware
-from ktransformers.engine.plan import planning
+from ktransformers.engine.plan import hardware as hardware_of
 from ktransformers.kernels.triton.common import runtime
 from ktransformers.operators import device
 from ktransformers.optimize.machine import Machine
 
 
 def found(monkeypatch: pytest.MonkeyPatch, devices: dict[str, int], **settings: object) -> dict[str, int]:
-    monkeypatch.setattr(planning, "detect_machine", lambda: Machine(8, 4, devices))
+    monkeypatch.setattr(hardware_of, "detect_machine", lambda: Machine(8, 4, devices))
     return dict(Hardware.detect(EngineConfig(**settings)).machine.devices)  # type: ignore[arg-type]
 
 
@@ -52,7 +52,7 @@ def test_flags_without_a_gpu_are_said_to_be_idle(
 
 def test_a_core_is_left_to_the_thread_that_serves_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for cores, with_gpu in ((16, 15), (3, 2), (2, 2), (1, 1)):
-        monkeypatch.setattr(planning, "usable_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(hardware_of, "usable_cores", lambda cores=cores: cores)
         assert Hardware(Machine(8, 4, {"cpu": 4})).num_threads == cores
         assert Hardware(Machine(8, 4, {"cpu": 4, "cuda:0": 2})).num_threads == with_gpu
 
@@ -79,7 +79,7 @@ def test_gpus_without_bf16_are_left_alone(monkeypatch: pytest.MonkeyPatch, caplo
 def test_a_service_has_a_core_of_many_for_its_other_processes(
     cores: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning, "usable_cores", lambda: cores)
+    monkeypatch.setattr(hardware_of, "usable_cores", lambda: cores)
     assert Hardware(Machine(8, 4, {"cpu": 4, "cuda:0": 2}), is_served=True).num_threads == threads
     on_cpu = Hardware(Machine(8, 4, {"cpu": 4}), is_served=True)
     assert on_cpu.num_threads == (cores if cores < 8 else cores - 1)

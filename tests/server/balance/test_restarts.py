@@ -16,8 +16,8 @@ import pytest
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import TokenEvent
-from ktransformers.engine.plan import planning
-from ktransformers.engine.plan.planning import Hardware
+from ktransformers.engine.plan import hardware as hardware_of
+from ktransformers.engine.plan.hardware import Hardware
 from ktransformers.errors import CapacityError, ConfigError, EngineError
 from ktransformers.optimize.machine import Machine
 from ktransformers.server.app import create_app
@@ -361,7 +361,7 @@ def test_memory_of_the_spare_is_planned(has_spare: bool, monkeypatch: pytest.Mon
     (options,) = told
     assert options.spare_bytes == (SPARE_BYTES if has_spare else 0)
     free = 1000 + options.spare_bytes
-    monkeypatch.setattr(planning, "detect_machine", lambda: Machine(free, free, {"cpu": free}))
+    monkeypatch.setattr(hardware_of, "detect_machine", lambda: Machine(free, free, {"cpu": free}))
     monkeypatch.setattr(model_engine, "build_engine", build)
     with pytest.raises(CapacityError, match="seen"):
         model_engine.load_engine(options, lambda done, total, name: None)

@@ -93,8 +93,12 @@ def test_a_model_takes_what_was_planned(host_gib: float) -> None:
 def test_what_is_left_to_the_plan_is_planned_within_the_memory_for_models() -> None:
     free = plan_needs(ToPlan(CONFIG, page_size=64, max_batch_size=4)).nbytes["cpu"]
     assert plan_needs(ToPlan(CONFIG, page_size=64, max_batch_size=4, memory=free)).nbytes["cpu"] == free
-    assert "the model does not fit" in plan_needs(ToPlan(CONFIG, page_size=64, max_batch_size=4, memory=free - 1)).error
-    assert "the model does not fit" in plan_needs(ToPlan(CONFIG, page_size=64, beside=2, memory=free)).error
+    in_ram = replace(CONFIG, experts_from="ram")
+    assert "the model does not fit" in plan_needs(ToPlan(in_ram, page_size=64, max_batch_size=4, memory=free - 1)).error
+    assert "the model does not fit" in plan_needs(ToPlan(in_ram, page_size=64, beside=2, memory=free)).error
+    from_disk = plan_needs(ToPlan(CONFIG, page_size=64, max_batch_size=4, memory=free - 1))
+    assert not from_disk.error
+    assert from_disk.expert_slots
 
 
 @pytest.mark.exhaustive

@@ -189,6 +189,7 @@ class FakeEngine:
             description="fake",
         )
         self.hot, self.is_closed, self.page_size = HotService(), False, page_size
+        self.expert_files = None
         self.cache = PagedCache((), runner.max_len // self.page_size, self.page_size)
         self.executor = ReferenceExecutor(_Steps(runner), self.cache, self.model)  # type: ignore[arg-type]
 
