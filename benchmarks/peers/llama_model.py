@@ -174,8 +174,8 @@ def _in_ram(layers: Sequence[int]) -> ctypes.Array[_Override]:
 
 
 def quiet_log(level: int, text: bytes, _: object) -> None:
-    """What llama.cpp logs: its errors only."""
-    if level >= _LOG_ERROR and text.strip():
+    """What llama.cpp logs: its errors only, not the dots of its progress, whose level is above theirs."""
+    if level == _LOG_ERROR and text.strip():
         sys.stderr.write(text.decode(errors="replace"))
 
 
