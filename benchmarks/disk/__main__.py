@@ -1,7 +1,7 @@
 """Measures a model that is larger than the memory it may use: ours, and llama.cpp on the mapped file.
 
 Each program runs alone in a control group of its own (see control_group.py), which begins with nothing of the file in
-the system's cache. It loads the model, decodes in rounds (the first is cold, the last warm), and reads a prompt twice.
+the system's cache. It loads the model, decodes in rounds (the first is cold, the last warm), and reads a prompt.
 Both get the same random token ids, so that routers choose the same experts but for rounding. Figures:
 
     tokens/s    without loading
@@ -16,7 +16,6 @@ Both get the same random token ids, so that routers choose the same experts but 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -26,6 +25,7 @@ from functools import partial
 
 from benchmarks.disk.control_group import ControlGroup
 from benchmarks.disk.counters import Use, disk_speed, drop_cache
+from benchmarks.disk.loop_device import LoopDevice, read_ahead_of
 from benchmarks.disk.options import OURS, PEER, DiskWork, disk_parser, disk_work
 from benchmarks.disk.ours import start_ours
 from benchmarks.peers.base import PeerProcess, is_missing
@@ -71,8 +71,7 @@ def questions(given: DiskWork) -> list[Question]:
     """Return the figures of one program under one limit, in the order in which they are asked for."""
     rounds = ["cold", *["later"] * (given.rounds - 2), "warm"][: given.rounds]
     decodes = [Question("decode", 1, state, given.work.sequence_len) for state in rounds]
-    prompts = [Question("prefill", size, state, size) for size in given.work.prefill for state in ("first", "again")]
-    return decodes + prompts
+    return decodes + [Question("prefill", size, "warm", size) for size in given.work.prefill]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +109,10 @@ class _Group:
         within = self._group.command
         if program == OURS:
             return start_ours(argv, within)
-        given = self._given
-        return mapped_llama_peer(given.path, given.threads, self._model.weights.vocab_size, given.work, within)
+        given, path = self._given, self._given.path
+        if given.read_ahead:
+            path = self._stack.enter_context(LoopDevice(path, given.read_ahead)).path
+        return mapped_llama_peer(path, given.threads, self._model.weights.vocab_size, given.work, within)
 
     def figures(self) -> Iterator[Row]:
         """That of loading, in which a program may read what it likes, and the answers to all questions."""
@@ -157,7 +158,9 @@ def bench_disk(given: DiskWork, argv: Sequence[str]) -> Record:
     with ControlGroup(given.limits[0]):  # before anything else: that it works
         machine = measured_machine(given.threads)
     model = _Model.of(open_gguf(given.path))
-    print(f"{shown_machine(machine)}; load {os.getloadavg()[0]:.1f}\n{given.path.name}, {shown_weights(model.weights)}")
+    ahead = given.read_ahead or read_ahead_of(given.path)
+    print(f"{shown_machine(machine)}; llama.cpp's mapped file is read {ahead} KiB ahead")
+    print(f"{given.path.name}, {shown_weights(model.weights)}")
     programs = [one for one in given.programs if one == OURS or not is_missing(PEER, "llama_cpp", "llama-cpp-python")]
     table = FigureTable(_COLUMNS)
     for limit in given.limits:
@@ -170,7 +173,7 @@ def bench_disk(given: DiskWork, argv: Sequence[str]) -> Record:
     for ratio in ratios:
         print("{limit_gib} GiB, {phase} {state}: {ratio:.2f} x llama.cpp".format(**ratio))
     facts = {"machine": machine, "model": given.path.name, "file_bytes": given.path.stat().st_size}
-    facts |= {"expert_bytes_per_token": model.token_bytes, "work": asdict(given.work)}
+    facts |= {"expert_bytes_per_token": model.token_bytes, "work": asdict(given.work), "read_ahead_kib": ahead}
     killed = [row for row in table.rows if row["oom_kills"] and row["program"] == OURS]
     return facts | {"rows": table.rows, "ratios": ratios, "is_failed": bool(killed)}
 

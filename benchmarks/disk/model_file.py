@@ -45,7 +45,7 @@ __all__ = ["EXPERT_TYPES", "ModelFile", "main", "write_model"]
 
 EXPERT_TYPES = {"q4_k": QuantType.Q4_K, "q8_0": QuantType.Q8_0}
 
-_PIECE_ROWS = 8192
+_PIECE_ROWS, _PAGE = 8192, 4096
 _EMBEDDING, _ROUTER, _EXPERTS = "token_embd.weight", ".ffn_gate_inp.weight", "_exps.weight"
 
 
@@ -75,6 +75,7 @@ def write_model(file: ModelFile) -> GGUFLayout:
     tensors = _tensors(file, arch)
     placed = [Placed(one.name, one.shape, QuantType[one.stored]) for one in tensors]
     layout = lay_out(arch, entries, placed)
+    layout = replace(layout, nbytes=-(-layout.nbytes // _PAGE) * _PAGE)  # whole sectors, see loop_device.py
     if _is_there(file.path, layout):
         _write_routers(file.path, layout, tensors)
         return layout
