@@ -5,7 +5,7 @@ the system's cache. It loads the model, decodes in rounds (the first is cold, th
 Both get the same random token ids, so that routers choose the same experts but for rounding. Figures:
 
     tokens/s    without loading
-    read        from the disk, all that the process has had read, in GB a token; GB/s is that over the time
+    read        from the disk, all that the process has had read, in GB; GB/s is that over the time
     hits        of decoding: the share of the experts' bytes which tokens need and that were not read. Pages around what
                 is needed count as read, so a program that reads ahead in vain has less
     of disk     GB/s over what 8 threads read of the same file in random pieces of 1 MiB with O_DIRECT, beside it

@@ -63,8 +63,8 @@ def mapped_llama_peer(
 
 def _options(
     path: Path, threads: int, vocab_size: int, work: ModelWork, cpu_experts: Sequence[int] | None
-) -> dict[str, Any]:
-    options = {"path": str(path), "threads": threads, "vocab_size": vocab_size, "work": asdict(work)}
+) -> dict[str, object]:
+    options: dict[str, object] = {"path": str(path), "threads": threads, "vocab_size": vocab_size, "work": asdict(work)}
     options["cpu_experts"] = None if cpu_experts is None else list(cpu_experts)
     return options
 
