@@ -73,9 +73,9 @@ def disk_speed(path: Path, seconds: float = 3.0, threads: int = 8) -> float:
         count = 0
         with mmap.mmap(-1, _PIECE) as room:  # its pages are aligned, which O_DIRECT wants
             for piece in pieces[first::threads]:
+                count += os.preadv(file, [room], piece * _PIECE)
                 if time.perf_counter() > end:
                     break
-                count += os.preadv(file, [room], piece * _PIECE)
         return count
 
     try:

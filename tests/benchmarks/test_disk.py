@@ -25,6 +25,7 @@ from benchmarks.disk.loop_device import LoopDevice
 from benchmarks.disk.model_file import ModelFile, write_model
 from benchmarks.disk.options import disk_parser, disk_work
 from benchmarks.disk.routing import CONSTANT, router_rows, zipf_frequencies
+from benchmarks.peers.llama_library import library_folder
 from ktransformers.bench.offline.runs import DecodeCase, OfflineRuns, counts_in
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import build_engine
@@ -90,7 +91,7 @@ def test_experts_are_chosen_by_zipfs_law(num_experts: int, top_k: int) -> None:
         found = np.sort(counts)[::-1] / len(hidden)
         assert least <= found[: num_experts // 4].sum() / top_k <= least + 0.12
         if routing == "skewed":
-            assert found == pytest.approx(wanted, rel=0.1, abs=0.012)
+            assert found == pytest.approx(wanted, rel=0.25, abs=0.012)
 
 
 def test_routers_that_there_are_not() -> None:
@@ -222,6 +223,7 @@ def test_the_questions_are_the_same_for_all(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_ours_in_a_group(
     group: Callable[[int], ControlGroup], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -242,6 +244,25 @@ def test_ours_in_a_group(
     assert all(row["tokens_s"] > 0 for row in record["rows"][1:])
     assert record["expert_bytes_per_token"] == LAYERS * TOP_K * 3 * HIDDEN * HIDDEN // 32 * 34
     assert not record["is_failed"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(library_folder() is None, reason="llama-cpp-python is not installed")
+@pytest.mark.parametrize("read_ahead", ["0", "64"])
+def test_both_in_groups(
+    read_ahead: str, group: Callable[[int], ControlGroup], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_model(ModelFile(path, tiny(LAYERS), QuantType.Q8_0))
+    flags = ["--limits", "2", "--tokens", "3", "--rounds", "1", "--prefill", "5", "--read_ahead", read_ahead]
+    assert command.main([str(path), *flags]) == 0
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [(row["program"], row["phase"]) for row in record["rows"]] == [
+        (program, phase) for program in ("llama.cpp", "ours") for phase in ("load", "decode", "prefill")
+    ]
+    assert [(one["phase"], one["state"]) for one in record["ratios"]] == [("decode", "cold"), ("prefill", "warm")]
+    (loaded, *_) = record["rows"]
+    assert loaded["anonymous_gb"] < path.stat().st_size / 1e9 + 0.1  # nothing was copied out of the map
 
 
 def test_nothing_is_measured_without_a_file(capsys: pytest.CaptureFixture[str]) -> None:
