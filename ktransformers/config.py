@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ktransformers.errors import ConfigError, reason_of
+from ktransformers.errors import ConfigError
 from ktransformers.system.cores import cpu_quota, physical_cores, usable_cores, usable_cpus
+from ktransformers.system.given_paths import check_given_path
 from ktransformers.system.shipped_rules import find_shipped_rules, shipped_names
-from ktransformers.system.user_files import file_kind
 
 __all__ = [
     "ATTENTION_BACKENDS",
@@ -21,6 +19,7 @@ __all__ = [
     "CPU_QUANT_TYPES",
     "DEFAULT_CHUNK_SIZE",
     "DEMO_MODEL_PATH",
+    "EXPERTS_FROM",
     "KV_DISK_SIZE_GB",
     "KV_TYPES",
     "SPARSE_ATTENTIONS",
@@ -101,6 +100,9 @@ SPECULATIVE_TOKENS = 7
 HOT_EXPERTS = ("auto", "off")
 """What `--hot_experts` accepts beside a number, the default first."""
 
+EXPERTS_FROM = ("auto", "ram", "disk")
+"""What `--experts_from` accepts, the default first."""
+
 TOWER_DEVICES = ("auto", "cpu", "cuda", "none")
 """What `--tower_device` accepts, the default first."""
 
@@ -174,38 +176,6 @@ _MAX_GB = 1 << 20
 _MAX_CACHE_LENS = 1 << 40  # what fits is known from the model; this only keeps sizes in 64 bits
 
 
-def _check_path(flag: str, path: Path) -> None:
-    """Raises ConfigError unless `path` is a file or a folder that may be read."""
-    try:
-        mode = path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in it
-        hint = "" if flag == "optimize_config_path" else "; models of the hub: ktransformers pull org/name"
-        raise ConfigError(f"--{flag} {path} does not exist{hint}") from None
-    except OSError as error:
-        raise ConfigError(f"--{flag} {path} cannot be read: {reason_of(error)}") from error
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise ConfigError(f"--{flag} {path} is a device or a pipe; it must be a file or a folder")
-    if stat.S_ISDIR(mode):
-        _check_entries(flag, path)
-    if not os.access(path, os.R_OK | (os.X_OK if stat.S_ISDIR(mode) else 0)):
-        raise ConfigError(f"--{flag} {path} cannot be read: permission denied; mend it with chmod, or ask its owner")
-
-
-_MODEL_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt", ".py", ".gguf", ".safetensors")
-
-
-def _check_entries(flag: str, folder: Path) -> None:
-    """Raises ConfigError where something stands in a model's folder under a file's name, and is a pipe or a device."""
-    try:
-        names = [name for name in os.listdir(folder) if name.endswith(_MODEL_SUFFIXES)]
-    except OSError:  # which the check of the folder itself reports
-        return
-    for name in sorted(names):
-        kind = file_kind(folder / name)
-        if kind is not None and kind != "it is a folder":
-            raise ConfigError(f"--{flag} {folder}: {name} cannot be read: {kind}, not a file")
-
-
 def _check_gb(flag: str, value: float, least: float) -> None:
     """Raises ConfigError for what is no amount of memory."""
     if not least <= value <= _MAX_GB:
@@ -276,6 +246,9 @@ class EngineConfig:
     hot_experts: slots on a GPU for experts of layers on the CPU, which hold those that are used most: a number for
         each layer, "auto" for what is left of the GPU, or "off" for whole layers there; see docs/gpu.md.
     lend_slots: whether these lend memory to long prompts, for steps of more than chunk_size tokens.
+    experts_from: where experts of layers on the CPU lie: "ram", all of them; "disk", in the model's files, with those
+        that are used most in slots in RAM, of experts_ram GiB together, 0 for what is free (docs/disk.md); "auto",
+        there only where they do not fit otherwise.
     chat_template: a file with a chat template, or the template itself, in place of the one in the model's files.
     tool_format, reasoning_format: how the model writes tool calls and its reasoning, names of docs/server.md; "auto":
         as its chat template does.
@@ -326,6 +299,8 @@ class EngineConfig:
     gpu_memory: float = 0.0
     hot_experts: str = HOT_EXPERTS[0]
     lend_slots: bool = True
+    experts_from: str = EXPERTS_FROM[0]
+    experts_ram: float = 0.0
     strict: bool = False
     trust_remote_code: bool = False
     trust_rules: bool = False
@@ -366,7 +341,7 @@ class EngineConfig:
         for flag in ("model_path", "gguf_path", "draft_model", "mmproj"):
             path = getattr(self, flag)
             if path is not None:
-                _check_path(flag, Path(path))
+                check_given_path(flag, Path(path))
         self = self._with_rule_file()._with_stages()
         if self.model_path is not None and not Path(self.model_path).is_dir():
             hint = "; a weight file goes to --gguf_path" if Path(self.model_path).suffix != ".json" else ""
@@ -385,6 +360,7 @@ class EngineConfig:
             raise ConfigError(f"--gpu_memory must be a number of GiB, or 0 for all that is free, got {self.gpu_memory}")
         hot_slots(self.hot_experts)
         _check_gb("cpu_memory_size_GB", self.cpu_memory_size_GB, 0)
+        _check_gb("experts_ram", self.experts_ram, 0)
         _check_gb("kv_disk_size_GB", self.kv_disk_size_GB, 0.001)
         if self.cpu_quant is not None and self.cpu_quant.lower() not in CPU_QUANT_TYPES:
             raise ConfigError(f"--cpu_quant {self.cpu_quant} is not one of {', '.join(CPU_QUANT_TYPES)}")
@@ -432,7 +408,7 @@ class EngineConfig:
         choices = {"cpu_prefill": CPU_PREFILLS, "cpu_bf16": CPU_BF16S, "attention_backend": ATTENTION_BACKENDS}
         choices |= {"sparse_attention": SPARSE_ATTENTIONS, "kv_type": KV_TYPES, "cpu_activations": CPU_ACTIVATIONS}
         choices |= {"attention_products": ATTENTION_PRODUCTS, "speculative": SPECULATIVES}
-        choices |= {"tower_device": TOWER_DEVICES}
+        choices |= {"tower_device": TOWER_DEVICES, "experts_from": EXPERTS_FROM}
         for flag, known in choices.items():
             if getattr(self, flag) not in known:
                 raise ConfigError(f"--{flag} {getattr(self, flag)} is not one of {', '.join(known)}")
@@ -446,6 +422,17 @@ class EngineConfig:
                 f"and --kv_type is {self.kv_type}: give one of these, or leave --attention_products out"
             )
 
+        if self.experts_from == "disk" and hot_slots(self.hot_experts) is not None:
+            raise ConfigError(
+                f"--hot_experts {self.hot_experts} fills slots on a GPU from RAM, and --experts_from disk has "
+                "experts in files: leave one of them out"
+            )
+        if self.experts_ram and self.experts_from == "ram":
+            raise ConfigError(
+                "--experts_ram is for slots of experts in files, and --experts_from ram keeps all of them in RAM: give "
+                "--experts_from disk, or leave --experts_ram out"
+            )
+
     def _check_parallel(self) -> None:
         for flag, most in (("tensor_parallel", MAX_GPUS), ("pipeline", MAX_STAGES)):
             value = getattr(self, flag)
@@ -456,6 +443,8 @@ class EngineConfig:
         if self.tensor_parallel > 1 and self.use_cuda is False:
             raise ConfigError("--tensor_parallel is for GPUs, and --no_use_cuda wants none")
         is_divided = self.tensor_parallel > 1 or self.pipeline > 1
+        if is_divided and self.experts_from == "disk":
+            raise ConfigError("--experts_from disk is for one process: leave --tensor_parallel and --pipeline out")
         if is_divided and (self.kv_disk_path is not None or self.cpu_memory_size_GB):
             flag = "tensor_parallel" if self.tensor_parallel > 1 else "pipeline"
             raise ConfigError(

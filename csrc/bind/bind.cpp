@@ -41,12 +41,13 @@ using kt::weight_at;
 // (type, rows, cols, addresses of the experts, address of the bias or 0, layout)
 using ProjectionTuple = std::tuple<int, int64_t, int64_t, std::vector<Address>, Address, int>;
 
-kt::ExpertProjection projection(const ProjectionTuple& source) {
+// Appends the addresses of the experts to `pointers`.
+kt::ExpertProjection projection(const ProjectionTuple& source, std::vector<const uint8_t*>& pointers) {
   kt::ExpertProjection p;
   p.type = static_cast<kt::QType>(std::get<0>(source));
   p.rows = std::get<1>(source);
   p.cols = std::get<2>(source);
-  for (Address address : std::get<3>(source)) p.experts.push_back(at<const uint8_t>(address));
+  for (Address address : std::get<3>(source)) pointers.push_back(at<const uint8_t>(address));
   p.bias = at<const float>(std::get<4>(source));
   p.layout = kt::layout_of(std::get<5>(source));
   return p;
@@ -309,12 +310,17 @@ void bind_moe(nb::module_& m) {
       .def(
           "__init__",
           [](kt::Moe* self, const ProjectionTuple& gate, const ProjectionTuple& up, const ProjectionTuple& down,
-             int kind, float alpha, float limit, int layer) {
-            const kt::ActSpec act = act_spec(kind, alpha, limit, !std::get<3>(gate).empty());
-            new (self) kt::Moe(projection(gate), projection(up), projection(down), act, layer);
+             int kind, float alpha, float limit, int layer, kt::ExpertStore* store, int64_t store_layer) {
+            std::vector<const uint8_t*> pointers;
+            kt::ExpertMatrices matrices;
+            matrices.gate = projection(gate, pointers);
+            matrices.up = projection(up, pointers);
+            matrices.down = projection(down, pointers);
+            const kt::ActSpec act = act_spec(kind, alpha, limit, matrices.gate.exists());
+            new (self) kt::Moe(matrices, std::move(pointers), act, layer, store, store_layer);
           },
           nb::arg("gate"), nb::arg("up"), nb::arg("down"), nb::arg("kind"), nb::arg("alpha"), nb::arg("limit"),
-          nb::arg("layer"))
+          nb::arg("layer"), nb::arg("store").none(), nb::arg("store_layer"), nb::keep_alive<1, 9>())
       .def(
           "forward",
           [](const kt::Moe& self, kt::WorkerPool& pool, Address x, int64_t tokens, Address ids, Address weights,
@@ -458,6 +464,7 @@ NB_MODULE(_native, m) {
   bind_pool(m);
   bind_linear(m);
   bind_rows(m);
+  bind_store(m);
   bind_moe(m);
   bind_stream(m);
   bind_attention(m);

@@ -114,6 +114,8 @@ void cpu_pause() { asm volatile("isb" : : : "memory"); }  // waits tens of cycle
 void cpu_pause() { std::this_thread::yield(); }
 #endif
 
+void use_kernel_float_mode() { set_float_mode(kFloatMode); }
+
 BlockedSignals::BlockedSignals() {
   sigset_t all;
   sigfillset(&all);
@@ -441,7 +443,7 @@ void WorkerPool::run(const Tasks* kinds, int num_kinds) {
 
 void WorkerPool::worker_main(int thread) {
   if (bind_to(places_[static_cast<size_t>(thread)].cpus)) num_bound_.fetch_add(1);
-  set_float_mode(kFloatMode);
+  use_kernel_float_mode();
   Slot& slot = slots_[static_cast<size_t>(thread)];
   ThreadGroup& group = groups_[thread < num_fast_ ? kFast : kSlow];
   uint64_t seen = 0;

@@ -43,6 +43,9 @@ struct NodeEnds {
 // Tells the core that this is a spinning loop.
 void cpu_pause();
 
+// Sets the floating-point mode of the calling thread that every tier counts on: round to nearest, subnormals kept.
+void use_kernel_float_mode();
+
 // Signals are for the program's own threads: a thread that took Ctrl-C would delay it. A thread inherits the mask of
 // the one that starts it.
 class BlockedSignals {
@@ -81,6 +84,7 @@ class WorkerPool {
   WorkerPool(const WorkerPool&) = delete;
   WorkerPool& operator=(const WorkerPool&) = delete;
 
+  const KernelTable& kernels() const { return kernels_; }
   int num_nodes() const { return places_.back().node + 1; }
   int num_bound() const { return num_bound_.load(); }
   // Slow threads take no part in jobs from now on, or do again. A thread that is late may take tasks of one more job.
@@ -164,6 +168,9 @@ class WorkerPool {
       return static_cast<T*>(pool_.scratch(count * static_cast<int64_t>(sizeof(T))));
     }
     template <class T> Span<T> span(int64_t count) { return {scratch<T>(count), count}; }
+
+    // The next job takes a while to come: threads without work sleep, whatever keep_awake was told.
+    void let_sleep() const { pool_.keep_awake(std::chrono::nanoseconds(0)); }
 
     const KernelTable& kernels() const { return pool_.kernels_; }
     int num_threads() const { return pool_.num_threads_; }

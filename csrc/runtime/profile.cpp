@@ -46,9 +46,10 @@ template <class Record> void fill(char* to, const Record& record) {
 }  // namespace
 
 const std::vector<const char*>& part_names() {
-  static const std::vector<const char*> names = {
-      "other", "norm",      "linear",  "attention", "recurrent", "router", "experts", "shared_experts",
-      "mlp",   "embedding", "lm_head", "sampling",  "wait_cpu",  "copy",   "gpu",     "host"};
+  static const std::vector<const char*> names = {"other",   "norm",     "linear",         "attention", "recurrent",
+                                                 "router",  "experts",  "shared_experts", "mlp",       "embedding",
+                                                 "lm_head", "sampling", "wait_cpu",       "copy",      "wait_disk",
+                                                 "gpu",     "host"};
   return names;
 }
 

@@ -33,10 +33,11 @@ enum class Part : uint8_t {
   Embedding,
   LmHead,
   Sampling,
-  WaitCpu,  // of a GPU, for the experts of the CPU
-  Copy,     // of weights, to a GPU
-  Gpu,      // all of a GPU's work in a step whose parts were not timed
-  Host      // Python and torch between all of these; whoever reads the records computes it
+  WaitCpu,   // of a GPU, for the experts of the CPU
+  Copy,      // of weights, to a GPU
+  WaitDisk,  // experts of the CPU wait for their weights
+  Gpu,       // all of a GPU's work in a step whose parts were not timed
+  Host       // Python and torch between all of these; whoever reads the records computes it
 };
 // Their names, in the order of their numbers.
 const std::vector<const char*>& part_names();

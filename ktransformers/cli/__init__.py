@@ -1,7 +1,7 @@
 """The `ktransformers` command: parses flags, calls the layers below, turns their errors into one line.
 
 `parsing` reads command lines, variables and files; `loading.py` opens a model with a bar; then a folder for each kind
-of command: `models` (pull, list, rm, plan, quantize), `chat`, `serve`, `doctor`, `bench`, and `profile.py`.
+of command: `models` (pull, list, rm, plan, quantize, pack), `chat`, `serve`, `doctor`, `bench`, and `profile.py`.
 
 Importing it must stay cheap: torch and transformers are imported by the commands that need them, when they run.
 
@@ -21,7 +21,7 @@ from ktransformers.cli.bench import command as bench_command
 from ktransformers.cli.chat import command as chat_command
 from ktransformers.cli.doctor import command as doctor_command
 from ktransformers.cli.models import command as models_command
-from ktransformers.cli.models import imatrix, plan, pull, quantize
+from ktransformers.cli.models import imatrix, pack, plan, pull, quantize
 from ktransformers.cli.parsing import completion
 from ktransformers.cli.parsing.exit_codes import FAILED, INTERRUPTED, WRONG_USAGE, exit_code
 from ktransformers.cli.parsing.options import version
@@ -41,6 +41,7 @@ _COMMANDS = (
     models_command,
     quantize,
     imatrix,
+    pack,
     bench_command,
     profile,
     stage,

@@ -33,6 +33,7 @@ from ktransformers.kernels.cpu.expert_counts import ExpertCounts
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.facts import ModelFacts
 from ktransformers.operators.device import Devices
+from ktransformers.operators.expert_files import ExpertFiles
 from ktransformers.operators.partial_sums import PartialSums
 from ktransformers.operators.usage import ExpertUsage
 from ktransformers.weights.source import TensorInfo, WeightSource
@@ -133,7 +134,8 @@ class ExpertStats:
 class OperatorConfig:
     """Configuration that all operators of one model share. pool is None while only planning.
 
-    shares: of a model that is cut over several processes.
+    shares: of a model that is cut over several processes. expert_files: what experts on the CPU are read from while the
+    model runs; None: all of them are in RAM.
     """
 
     facts: ModelFacts
@@ -145,6 +147,7 @@ class OperatorConfig:
     devices: Devices = field(default_factory=Devices)
     sparse_attention: str = SPARSE_ATTENTIONS[0]
     partial_sums: PartialSums | None = None
+    expert_files: ExpertFiles | None = None
 
     def require_pool(self) -> WorkerPool:
         """Return the worker pool. Raises RuntimeError while only planning."""
@@ -158,12 +161,14 @@ class Requirements:
     """Needs of loading an operator: resident bytes per device, quant types, and the stored tensors it reads.
 
     looked_up: of those bytes the ones of tables of which a token reads a few rows. in_files: numbers of such tables
-    that take no memory, because they stay in mapped files.
+    that take no memory, because they stay in mapped files. stored_experts: bytes of experts on the CPU that stay in
+    files, of which slots in RAM hold some.
     """
 
     nbytes: dict[str, int] = field(default_factory=dict)
     looked_up: dict[str, int] = field(default_factory=dict)
     in_files: int = 0
+    stored_experts: int = 0
     quant_types: list[str] = field(default_factory=list)
     stored_names: set[str] = field(default_factory=set)
 
@@ -193,6 +198,7 @@ class Requirements:
             for device, nbytes in others.items():
                 own[device] = own.get(device, 0) + nbytes
         self.in_files += other.in_files
+        self.stored_experts += other.stored_experts
         self.quant_types += [name for name in other.quant_types if name not in self.quant_types]
         self.stored_names |= other.stored_names
 

@@ -219,6 +219,7 @@ class Devices:
     gpu: Callable[[str], Device] = lambda name: Device(name, torch.device(name), torch.bfloat16, is_gpu=True)
     _made: dict[str, Device] = field(default_factory=lambda: {"cpu": CPU}, compare=False, repr=False)
     _others: list[Devices] = field(default_factory=list, compare=False, repr=False)
+    _behind: list[Callable[[], None]] = field(default_factory=list, compare=False, repr=False)
 
     def __getitem__(self, name: str) -> Device:
         device = self._made.get(name)
@@ -238,6 +239,10 @@ class Devices:
         """Have `close` close the devices of another model, which computes with this one's threads, first."""
         self._others.append(other)
 
+    def close_behind(self, close: Callable[[], None]) -> None:
+        """Have `close` call this once nothing runs beside the devices any more."""
+        self._behind.append(close)
+
     def close(self) -> None:
         """Stop what runs beside the devices. Graphs must not be replayed any more."""
         while self._others:
@@ -249,6 +254,8 @@ class Devices:
                 device.services.pop().close()
         for stream in self.async_cpu_experts():
             stream.close()
+        while self._behind:
+            self._behind.pop()()
 
 
 def use(device: torch.device) -> None:

@@ -107,12 +107,14 @@ def decode_reads(
 
 
 def reads_of(entry: PlanEntry, slots: tuple[str, float] | None) -> dict[str, float]:
-    """Return the bytes of a module by the device on which they are read. slots: a GPU, and the share of a module's
-    experts on the CPU that has a slot there.
+    """Return the bytes of a module by the device on which they are read; those of experts that stay in files are read
+    from slots in RAM. slots: a GPU, and the share of a module's experts on the CPU that has a slot there.
     """
     nbytes: dict[str, float] = {
         device: count - entry.looked_up.get(device, 0) for device, count in entry.nbytes.items()
     }
+    if entry.stored_experts:
+        nbytes["cpu"] = nbytes.get("cpu", 0) + entry.stored_experts
     if slots is not None:
         device, share = slots
         on_cpu = nbytes.get("cpu", 0.0)

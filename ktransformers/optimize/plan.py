@@ -46,7 +46,7 @@ class PlanEntry:
     what runs in each phase. nbytes: resident bytes per device of the module itself, children excluded. rule: number
     of the rule that decided, in its file, None when none did; rule_place: FILE:LINE of a rule in an included file, else
     "". stored_names: tensors in the files that it reads. looked_up, in_files: of tables of which a token reads a few
-    rows, see Requirements.
+    rows; stored_experts: of experts that stay in files: see Requirements.
     """
 
     key: str
@@ -63,6 +63,7 @@ class PlanEntry:
     rule_place: str = ""
     looked_up: Mapping[str, int] = field(default_factory=dict)
     in_files: int = 0
+    stored_experts: int = 0
 
     @property
     def is_kept(self) -> bool:
@@ -115,6 +116,11 @@ class Plan:
     def weight_bytes(self) -> dict[str, int]:
         """Resident bytes of weights per device."""
         return _sum_by_device(entry.nbytes for entry in self.entries)
+
+    @property
+    def stored_experts(self) -> int:
+        """Bytes of experts that stay in files."""
+        return sum(entry.stored_experts for entry in self.entries)
 
     @property
     def total_bytes(self) -> dict[str, int]:
@@ -371,6 +377,7 @@ class _Planner:
             stored_names=frozenset(needs.stored_names),
             looked_up=dict(needs.looked_up),
             in_files=needs.in_files,
+            stored_experts=needs.stored_experts,
         )
 
     def _placement(self, rule: Rule | None, key: str) -> Placement:

@@ -214,6 +214,7 @@ def _entry_json(entry: PlanEntry) -> dict[str, Any]:
         "prefill_op": entry.prefill_op,
         "quant_types": list(entry.quant_types),
         "bytes": dict(entry.nbytes),
+        "stored_experts": entry.stored_experts,
         "rule": entry.rule,
         "rule_place": entry.rule_place,
         "note": entry.note,

@@ -145,7 +145,7 @@ def _matrices(entry: PlanEntry) -> list[Matrix]:
 
 def _experts(entry: PlanEntry, count: int, top_k: int, slots: tuple[str, float] | None) -> list[ExpertLoad]:
     """slots: a GPU, and the share of the experts that has a slot there: as often used as others are."""
-    total = sum(entry.nbytes.values())
+    total = sum(entry.nbytes.values()) + entry.stored_experts
     found = []
     for device, nbytes in reads_of(entry, slots).items():
         if nbytes:

@@ -18,6 +18,7 @@ from ktransformers.cache.paged import LayerShape
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.registry import routed_experts
 from ktransformers.optimize.decode_bound import DecodeReads, decode_reads, is_embedding, layer_of
+from ktransformers.optimize.expert_slots import EXPERT_SLOTS, FILES
 from ktransformers.optimize.plan import Plan, PlanEntry
 from ktransformers.optimize.step_load import StepLoad, step_load
 
@@ -29,7 +30,7 @@ __all__ = ["EXTRA_PARTS", "PARTS", "ModelSize", "Summary", "SummaryPart", "parts
 PARTS = ("experts", "attention", "dense and shared", "embeddings and head")
 """What weights are for, in the order in which they are shown. Routers and norms are with the dense parts."""
 
-EXTRA_PARTS = ("cache", "draft model", "tower", "pictures", "work space", "hot experts")
+EXTRA_PARTS = ("cache", "draft model", "tower", "pictures", "work space", "hot experts", EXPERT_SLOTS)
 """What there is beside weights."""
 
 _ATTENTION = re.compile(r"\.(?:self_attn|attention|attn)(?:\.|$)")
@@ -65,7 +66,8 @@ class SummaryPart:
 class Summary:
     """Summary of a model on a machine. disk_bytes: of the files, None without files. context_len: None where the model
     does not say. cache_tokens: what the cache will hold. chunk_size: tokens of a prefill step. resident: parameters
-    that take memory, all but those of tables that stay in files.
+    that take memory, all but those of tables that stay in files. stored_bytes: of experts that stay in files. top_k:
+    experts that a token takes of a module, and of how many.
     """
 
     name: str
@@ -74,17 +76,19 @@ class Summary:
     resident: int
     disk_bytes: int | None
     memory_bytes: int
+    stored_bytes: int
     context_len: int | None
     cache_tokens: int
     chunk_size: int
     parts: tuple[SummaryPart, ...]
     reads: DecodeReads
     load: StepLoad
+    top_k: Mapping[str, tuple[int, int]]
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits per weight of what is resident."""
-        return 8 * self.memory_bytes / max(self.resident, 1)
+        """Bits per weight of what is resident, and of experts that stay in files."""
+        return 8 * (self.memory_bytes + self.stored_bytes) / max(self.resident, 1)
 
 
 def summarize(
@@ -109,12 +113,14 @@ def summarize(
         resident=size.parameters - sum(entry.in_files for entry in plan.entries),
         disk_bytes=disk_bytes,
         memory_bytes=sum(plan.weight_bytes.values()),
+        stored_bytes=plan.stored_experts,
         context_len=facts.context_len,
         cache_tokens=cache_tokens,
         chunk_size=chunk_size,
         parts=parts_of(plan, experts),
         reads=decode_reads(plan, experts, top_k, shapes, facts),
         load=step_load(plan, experts, top_k, shapes, facts),
+        top_k={key: (top_k[key], count) for key, count in experts.items()},
     )
 
 
@@ -154,7 +160,8 @@ def parts_of(plan: Plan, experts: Mapping[str, int]) -> tuple[SummaryPart, ...]:
     types: dict[tuple[str, str], Counter[str]] = {}
     for entry in plan.entries:
         name = _part_of(entry, experts)
-        for device, count in entry.nbytes.items():
+        places = {**entry.nbytes, FILES: entry.stored_experts} if entry.stored_experts else entry.nbytes
+        for device, count in places.items():
             nbytes[name, device] += count
             held = types.setdefault((name, device), Counter())
             held.update(dict.fromkeys(entry.quant_types, count))
@@ -181,6 +188,6 @@ def _part_of(entry: PlanEntry, experts: Mapping[str, int]) -> str:
 
 
 def _places(devices: Sequence[str]) -> list[tuple[str, ...]]:
-    """The CPU, and all GPUs together."""
-    gpus = tuple(device for device in devices if device != "cpu")
-    return [("cpu",)] * ("cpu" in devices) + [gpus] * bool(gpus)
+    """Files, the CPU, and all GPUs together."""
+    gpus = tuple(device for device in devices if device not in ("cpu", FILES))
+    return [(FILES,)] * (FILES in devices) + [("cpu",)] * ("cpu" in devices) + [gpus] * bool(gpus)

@@ -9,7 +9,7 @@ from torch import nn
 from typing_extensions import override
 
 from ktransformers.kernels.types import ExpertWeights, Fp8Matrix, QuantType, RawTensor
-from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo, WeightSource
+from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, MappedExperts, TensorInfo, WeightSource
 
 __all__ = ["TiedSource", "tied_names"]
 
@@ -71,3 +71,7 @@ class TiedSource(WeightSource):
     @override
     def experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertWeights:
         return self._source.experts(key, layout, quantize_to)
+
+    @override
+    def mapped_experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> MappedExperts:
+        return self._source.mapped_experts(key, layout, quantize_to)

@@ -56,6 +56,8 @@ _SHOWN_VALUES = frozenset(
             "cpu_bf16",
             "gpu_memory",
             "hot_experts",
+            "experts_from",
+            "experts_ram",
             "attention_backend",
             "attention_products",
             "sparse_attention",

@@ -215,6 +215,12 @@ class SchedulerDriver:
         totals.num_hot_hits += hits
         totals.num_hot_uploads += uploads
         totals.hot_upload_bytes += upload_bytes
+        found, missed, nbytes, seconds, errors = result.stored
+        totals.num_stored_hits += found
+        totals.num_stored_misses += missed
+        totals.stored_bytes_read += nbytes
+        totals.stored_seconds_waited += seconds
+        totals.num_stored_errors += errors
 
     def fail_step(self, plan: StepPlan, error: str) -> list[str]:
         """End the requests of a step that failed with `error`; all others begin anew, for the cache may hold anything.

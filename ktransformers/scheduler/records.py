@@ -189,9 +189,11 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     showing the drafter what was computed. experts: (token, expert) pairs computed, layer calls, distinct experts of
     each call, added up; of this step. expert_counts: the rows of each expert, see `counts_in`. hot: what is new of
     experts in slots of GPUs: those that decode steps used, those of them that had a slot, uploads, bytes of these.
-    failed: (run, why) of rows whose pictures cannot be had: what was computed of them is of no use. tiers: None without
-    any. recovering: True of no step: the engine has lost its cache and all steps that it was sent,
-    and computes none until the same comes with False.
+    stored: what is new of experts in files: those of calls that were in RAM, those that were not, bytes read, seconds
+    waited for them, reads that failed.
+    failed: (run, why) of rows whose pictures or experts cannot be had: what was computed of them is of no use. tiers:
+    None without any. recovering: True of no step: the engine has lost its cache and all steps that it was sent, and
+    computes none until the same comes with False.
     """
 
     step_id: int
@@ -203,6 +205,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     experts: tuple[int, int, int] = (0, 0, 0)
     expert_counts: bytes = b""
     hot: tuple[int, int, int, int] = (0, 0, 0, 0)
+    stored: tuple[int, int, int, float, int] = (0, 0, 0, 0.0, 0)
     failed: Sequence[tuple[int, str]] = ()
     tiers: TierResult | None = None
     recovering: bool | None = None

@@ -23,7 +23,7 @@ from ktransformers.kernels.types import (
     row_bytes,
     row_head,
 )
-from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo, WeightSource
+from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, MappedExperts, TensorInfo, WeightSource
 
 __all__ = [
     "LEAST_COLUMNS",
@@ -139,6 +139,10 @@ class CutSource(WeightSource):
     @override
     def experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertWeights:
         return self._source.experts(key, layout, quantize_to)
+
+    @override
+    def mapped_experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> MappedExperts:
+        return self._source.mapped_experts(key, layout, quantize_to)
 
 
 def _is_on_blocks(part: TensorSlice, whole: Sequence[int]) -> bool:

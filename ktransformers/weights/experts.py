@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,6 +22,7 @@ from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels.types import (
     FP8_BLOCK,
     BlockType,
+    ExpertWeights,
     Fp8Matrix,
     OwnType,
     QuantType,
@@ -31,9 +32,9 @@ from ktransformers.kernels.types import (
     row_bytes,
 )
 from ktransformers.system.cores import usable_cores
-from ktransformers.weights.mapped_file import typed_view
+from ktransformers.weights.mapped_file import place_in_file, typed_view
 from ktransformers.weights.quantize.write import QUANTIZABLE_TYPES, quantize, target_type
-from ktransformers.weights.source import TensorInfo
+from ktransformers.weights.source import ExpertBiases, ExpertsInfo, MappedExperts, TensorInfo
 
 __all__ = [
     "FLOAT_DTYPES",
@@ -42,6 +43,7 @@ __all__ = [
     "ExpertMatrix",
     "FloatMatrix",
     "RawMatrix",
+    "StoredMatrices",
     "check_exact",
     "check_expert_shape",
     "expert_info",
@@ -213,9 +215,7 @@ def load_matrices(matrices: Sequence[ExpertMatrix], target: WeightType) -> Seque
     """
     if isinstance(target, OwnType):
         return [matrix.fp8() for matrix in matrices if isinstance(matrix, BlockScaledMatrix)]
-    views = [matrix.view() for matrix in matrices]
-    found = [raw for raw in views if raw is not None and raw.qtype is target]
-    if len(found) == len(matrices):
+    if (found := _views(matrices, target)) is not None:
         return found
     rows, cols = matrices[0].shape
     size = rows * row_bytes(target, cols)
@@ -224,6 +224,50 @@ def load_matrices(matrices: Sequence[ExpertMatrix], target: WeightType) -> Seque
     with ThreadPoolExecutor(max_workers=usable_cores()) as pool:  # numpy and torch let go of the GIL in long loops
         list(pool.map(_convert, matrices, out))
     return out
+
+
+def _views(matrices: Sequence[ExpertMatrix], target: WeightType) -> list[RawTensor] | None:
+    """All of them as they are, None where one is not of the type `target`, or in pieces."""
+    found = list[RawTensor]()
+    for matrix in matrices:
+        raw = matrix.view()
+        if raw is None or raw.qtype is not target:
+            return None
+        found.append(raw)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMatrices:
+    """The experts of one layer as files have them. parts: the matrix of each expert, by "gate", "up", "down"."""
+
+    info: ExpertsInfo
+    parts: Mapping[str, Sequence[ExpertMatrix]]
+    biases: ExpertBiases
+
+    def _infos(self) -> list[tuple[str, TensorInfo]]:
+        of = (("gate", self.info.gate), ("up", self.info.up), ("down", self.info.down))
+        return [(name, info) for name, info in of if info is not None]
+
+    def load(self) -> ExpertWeights:
+        """Return them as kernels read them, or as `pack_experts` packs them."""
+        loaded = {name: load_matrices(self.parts[name], info.resident_type) for name, info in self._infos()}
+        return ExpertWeights(loaded.get("gate"), loaded["up"], loaded["down"], *self.biases)
+
+    def mapped(self) -> MappedExperts:
+        """Return them as views of the mapped files, or why there are none."""
+        found: dict[str, Sequence[RawTensor]] = {}
+        for name, info in self._infos():
+            target = info.resident_type
+            views = None if isinstance(target, OwnType) else _views(self.parts[name], target)
+            if views is None:
+                why_not = f"{info.name} is stored as {info.stored_type} and has to be made {target.name} in one piece"
+                return MappedExperts(None, None, None, self.biases, why_not)
+            if any(place_in_file(raw.data) is None for raw in views):
+                why_not = f"{info.name} does not lie in its file as {target.name} does in memory"
+                return MappedExperts(None, None, None, self.biases, why_not)
+            found[name] = views
+        return MappedExperts(found.get("gate"), found["up"], found["down"], self.biases)
 
 
 def _copy_strided(values: torch.Tensor, out: torch.Tensor) -> None:

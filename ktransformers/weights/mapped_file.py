@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import warnings
+import weakref
 from pathlib import Path
 
 import torch
@@ -13,7 +14,10 @@ from ktransformers.errors import FormatError
 from ktransformers.kernels.cpu.pages import note_mapping
 from ktransformers.system.file_kinds import check_is_file, wrong_start
 
-__all__ = ["map_file", "typed_view"]
+__all__ = ["map_file", "place_in_file", "typed_view"]
+
+_paths: dict[int, Path] = {}
+"""Every file that is mapped, by the address of its map."""
 
 
 def map_file(path: Path) -> torch.Tensor:
@@ -34,9 +38,22 @@ def map_file(path: Path) -> torch.Tensor:
                 warnings.filterwarnings("ignore", message="The given buffer is not writable")
                 data = torch.frombuffer(mapping, dtype=torch.uint8)
             note_mapping(data, mapping, file.fileno())
+            _note_path(data, mapping, path)
     except OSError as error:
         raise FormatError(f"{path} cannot be read: {error.strerror or error}") from error
     return data
+
+
+def _note_path(data: torch.Tensor, owner: object, path: Path) -> None:
+    start = data.data_ptr()
+    _paths[start] = path
+    weakref.finalize(owner, _paths.pop, start, None)
+
+
+def place_in_file(data: torch.Tensor) -> tuple[Path, int] | None:
+    """Return the file that a view is of, and its offset there in bytes; None for a tensor that is in no mapped file."""
+    path = _paths.get(data.untyped_storage().data_ptr())
+    return None if path is None else (path, int(data.storage_offset()) * data.element_size())
 
 
 def typed_view(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ktransformers.kernels.types import ExpertWeights, Fp8Matrix, OwnType, QuantType, RawTensor, WeightType, fp8_nbytes
 
-__all__ = ["ExpertsInfo", "ExpertsLayout", "TensorInfo", "WeightSource"]
+__all__ = ["ExpertBiases", "ExpertsInfo", "ExpertsLayout", "MappedExperts", "TensorInfo", "WeightSource"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,29 @@ class ExpertsInfo:
     nbytes: int  # resident, biases included
 
 
+class ExpertBiases(NamedTuple):
+    """Biases of a layer's experts: fp32 [E, I], [E, I] and [E, H], each None where there are none."""
+
+    gate: torch.Tensor | None = None
+    up: torch.Tensor | None = None
+    down: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MappedExperts:
+    """The matrices of a layer's experts where they lie in mapped files, not a byte of them read.
+
+    gate, up, down: E views, gate None without a gate; all None where `why_not` says what keeps them from being read as
+    they lie. biases: loaded, in either case.
+    """
+
+    gate: Sequence[RawTensor] | None
+    up: Sequence[RawTensor] | None
+    down: Sequence[RawTensor] | None
+    biases: ExpertBiases
+    why_not: str | None = None
+
+
 class WeightSource(Protocol):
     """Weights of one model. `find*` read headers only; the others return bytes, memory-mapped where possible."""
 
@@ -127,5 +150,12 @@ class WeightSource(Protocol):
 
         quantize_to applies to experts stored as F32, F16, BF16 or FP8 only; quantized ones stay as they are.
         Raises TensorMismatchError when an expert is missing or has the wrong shape.
+        """
+        ...
+
+    def mapped_experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> MappedExperts:
+        """Return what `experts` gives as views of the mapped files, or why that needs a conversion, without one.
+
+        Raises as `experts`.
         """
         ...

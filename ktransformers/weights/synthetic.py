@@ -30,7 +30,7 @@ from ktransformers.models.facts import ModelFacts
 from ktransformers.models.registry import family_of
 from ktransformers.system.cores import usable_cores
 from ktransformers.weights.quantize.transcode import dequantize
-from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo
+from ktransformers.weights.source import ExpertBiases, ExpertsInfo, ExpertsLayout, MappedExperts, TensorInfo
 
 __all__ = ["ROUTINGS", "SyntheticSource", "random_blocks", "skewed_gain"]
 
@@ -148,7 +148,7 @@ class SyntheticSource:
         *,
         stands_for_files: bool = False,
     ):
-        self._stands_for_files = stands_for_files
+        self.stands_for_files = stands_for_files
         self._top_k, self._num_experts = facts.top_k() or 1, 0 if facts.experts is None else facts.experts.num_experts
         self.routing, self._is_skewed = routing, routing != ROUTINGS[0]
         self._shapes = {name: tuple(shape) for name, shape in shapes.items() if ".experts." not in name}
@@ -175,7 +175,7 @@ class SyntheticSource:
 
     def stored_bytes(self, stored_name: str) -> torch.Tensor | None:
         """Return None: there are no files. Of a table that a plan has in files: bytes on `meta`."""
-        if not (self._stands_for_files and _NGRAMS.search(stored_name)):
+        if not (self.stands_for_files and _NGRAMS.search(stored_name)):
             return None
         return torch.empty(self._found(stored_name).nbytes, dtype=torch.uint8, device="meta")
 
@@ -225,11 +225,13 @@ class SyntheticSource:
         info = self.find_experts(key, layout, quantize_to)
         assert info is not None
         gate = None if info.gate is None else _expert_matrices(info.gate)
-        biases = [
-            _floats(_bias_name(part), part.shape[:2]) if part is not None and layout.has_bias else None
-            for part in (info.gate, info.up, info.down)
-        ]
-        return ExpertWeights(gate, _expert_matrices(info.up), _expert_matrices(info.down), *biases)
+        return ExpertWeights(gate, _expert_matrices(info.up), _expert_matrices(info.down), *_biases(info, layout))
+
+    def mapped_experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> MappedExperts:
+        """Return the biases of module `key`, and that its matrices are in no file."""
+        info = self.find_experts(key, layout, quantize_to)
+        assert info is not None
+        return MappedExperts(None, None, None, _biases(info, layout), "random weights are in no file")
 
     def _found(self, name: str) -> TensorInfo:
         info = self.find(name)
@@ -272,6 +274,13 @@ def _floats(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     if _CONVOLUTION.search(name):
         spread = shape[-1] ** -0.5
     return torch.from_numpy(generator.standard_normal(shape, dtype=np.float32) * np.float32(spread))
+
+
+def _biases(info: ExpertsInfo, layout: ExpertsLayout) -> ExpertBiases:
+    if not layout.has_bias:
+        return ExpertBiases()
+    parts = (info.gate, info.up, info.down)
+    return ExpertBiases(*(None if part is None else _floats(_bias_name(part), part.shape[:2]) for part in parts))
 
 
 def _expert_matrices(info: TensorInfo) -> list[RawTensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import socket
 import sys
@@ -19,6 +20,7 @@ from ktransformers.cli.doctor import command as doctor
 from ktransformers.cli.doctor import gpu, machine, software
 from ktransformers.cli.doctor.findings import Check, Finding, Level, examine, ok, problem, shown, warning
 from ktransformers.optimize.machine_speed import CpuSpeed, Curve, MachineSpeed, SpeedFile
+from ktransformers.system.disk_speed import DiskSpeed
 from tests.support.engines import fake_flashinfer
 
 GIB = 1 << 30
@@ -58,7 +60,7 @@ def test_a_check_that_fails_is_a_finding() -> None:
 def test_only_problems_fail(
     findings: list[Finding], code: int, last: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "all_checks", lambda is_quick: [Check("a", lambda: findings)])
+    monkeypatch.setattr(doctor, "all_checks", lambda is_quick, model: [Check("a", lambda: findings)])
     monkeypatch.setattr(doctor, "_measured", lambda file, is_anew: SPEED)
     assert main(["doctor"]) == code
     assert capsys.readouterr().out.splitlines()[-1] == last
@@ -246,6 +248,24 @@ def test_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {finding.level for finding in machine.disks(folders)} == {Level.WARNING}
 
 
+def test_disk_reads(tmp_path: Path) -> None:
+    def read(rate: float, why: str | None = None) -> Finding:
+        return only(machine.disk_reads(tmp_path, measure=lambda path: DiskSpeed(path, rate, why)))
+
+    def failing(path: Path) -> DiskSpeed:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    assert list(machine.disk_reads(cache=tmp_path)) == []
+    for name, size in (("small.gguf", 1 << 20), ("large.safetensors", 64 << 20), ("larger.bin", 65 << 20)):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(size)
+    assert list(machine.disk_reads(tmp_path / "small.gguf")) == []
+    assert read(3.5e9).text == f"3.50 GB/s read from {tmp_path / 'large.safetensors'}"
+    assert read(3.5e9, "no O_DIRECT").text.endswith("perhaps from the system's cache: no O_DIRECT")
+    assert (read(0.2e9).level, read(0.2e9).name) == (Level.WARNING, "disk reads")
+    assert only(machine.disk_reads(cache=tmp_path, measure=failing)).text.endswith("cannot be read: Input/output error")
+
+
 def test_the_hub_cache_is_where_huggingface_hub_has_it() -> None:
     assert machine.hub_cache({"HF_HUB_CACHE": "/x", "HF_HOME": "/y"}) == Path("/x")
     assert machine.hub_cache({"HF_HOME": "/y"}) == Path("/y/hub")
@@ -312,11 +332,12 @@ def test_quick_shows_what_was_measured_before(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(doctor, "all_checks", lambda is_quick: [Check("a", lambda: [ok("a", f"quick {is_quick}")])])
+    found = [ok("a", "quick")]
+    monkeypatch.setattr(doctor, "all_checks", lambda is_quick, model: [Check("a", lambda: found * is_quick)])
     monkeypatch.setattr("ktransformers.bench.probe.measuring.measure_machine", lambda say: SPEED)
     assert main(["doctor", "--quick"]) == 0
     first, second, _ = capsys.readouterr().out.splitlines()
-    assert first.endswith("quick True")
+    assert first.endswith("quick")
     assert second.startswith("warning  measured")
     assert second.endswith("ktransformers doctor --measure")
     assert main(["doctor"]) == 0

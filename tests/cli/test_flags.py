@@ -210,7 +210,7 @@ def test_a_file_for_several_commands(config_file: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().err == "".join(f"{note} has no effect on ktransformers plan\n" for note in notes)
     assert server_parser().parse_args(["--config", str(config_file)]).max_batch_size == 3
     parse("doctor", "--config", str(config_file))
-    assert capsys.readouterr().err.count("has no effect on ktransformers doctor") == 4
+    assert capsys.readouterr().err.count("has no effect on ktransformers doctor") == 3
 
 
 def test_unknown_variables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,6 +61,8 @@ def value_of(args: argparse.Namespace, name: str) -> object:
         ("serve --flash-attn auto", "model", None),
         ("serve --cpu-moe x.gguf", "model", "x.gguf"),
         ("serve --mlock --no-mmap x.gguf", "model", "x.gguf"),
+        ("serve --no-mmap x.gguf", "experts_from", "ram"),
+        ("chat --mmap x.gguf", "experts_from", "auto"),
         ("serve -v", "log_level", "debug"),
         # vLLM
         ("serve --max-model-len 8192", "cache_lens", 8192),

@@ -65,7 +65,7 @@ def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 def with_memory(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     machine = Machine(ram_bytes=nbytes, available_bytes=nbytes, devices={"cpu": nbytes})
-    monkeypatch.setattr("ktransformers.engine.plan.planning.detect_machine", lambda: machine)
+    monkeypatch.setattr("ktransformers.engine.plan.hardware.detect_machine", lambda: machine)
 
 
 def test_the_best_quantization_that_the_plan_says_fits(

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.linear.linear import KTransformersLinear
@@ -62,18 +61,8 @@ def test_experts_in_4_bits_and_linear_layers_in_fp8(model_type: str, tmp_path: P
     check_planned_bytes(engine, {"I4_32_BF16", "F8_ROW_BF16>F8_128_BF16"})
 
 
-def _mxfp4(name: str, weight: torch.Tensor) -> tuple[few_bits.State, torch.Tensor]:
-    """Random codes in place of the parameter [E, cols, rows]."""
-    experts, cols, rows = weight.shape
-    generator = torch.Generator().manual_seed(len(name))
-    blocks = torch.randint(0, 256, (experts, rows, cols // 32, 16), generator=generator).byte()
-    scales = torch.randint(118, 122, (experts, rows, cols // 32), generator=generator).byte()
-    values = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-    return {f"{name}_blocks": blocks, f"{name}_scales": scales}, values
-
-
 def test_gpt_oss(tmp_path: Path) -> None:
-    parts: dict[str, few_bits.Make] = dict.fromkeys(("experts.gate_up_proj", "experts.down_proj"), _mxfp4)
+    parts: dict[str, few_bits.Make] = dict.fromkeys(("experts.gate_up_proj", "experts.down_proj"), few_bits.mxfp4)
     config: dict[str, object] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
     size = few_bits.write_both("gpt_oss", tmp_path / "few", tmp_path / "wide", config, parts)
     engine = check_logits(tmp_path / "few", tmp_path / "wide", size, ROUNDED)

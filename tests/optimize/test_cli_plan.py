@@ -41,7 +41,7 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine], list[Eng
             return OpenedModel(config, model.config, ModelFacts.of(model.config), None, model, FakeSource(model))
 
         monkeypatch.setattr("ktransformers.engine.model.opened.open_model", open_model)
-        monkeypatch.setattr("ktransformers.engine.plan.planning.detect_machine", lambda: machine)
+        monkeypatch.setattr("ktransformers.engine.plan.hardware.detect_machine", lambda: machine)
         monkeypatch.setattr("ktransformers.bench.common.bandwidth.bandwidths", lambda devices, threads: {"cpu": 1e9})
         return seen
 
@@ -119,7 +119,7 @@ def test_full_adds_the_table_and_modules_every_module(
 
 def test_a_shape_needs_no_files(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "ktransformers.engine.plan.planning.detect_machine", lambda: Machine(64 << 30, 64 << 30, {"cpu": 64 << 30})
+        "ktransformers.engine.plan.hardware.detect_machine", lambda: Machine(64 << 30, 64 << 30, {"cpu": 64 << 30})
     )
     monkeypatch.setattr("ktransformers.bench.common.bandwidth.bandwidths", lambda devices, threads: {"cpu": 1e9})
     args = parse("--synthetic", "gpt-oss-20b")

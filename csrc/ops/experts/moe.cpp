@@ -1,435 +1,58 @@
-// See moe.h. A pair (token, k) keeps its own row of scratch from gate to down, so an output never depends on which
-// tokens share its expert.
-//
-// Few tokens take one job, in which a thread goes on with tiles of down as soon as there is nothing of up and gate
-// left:
-//
-//   tiles of up and gate ──> who finishes the last of an expert quantizes its rows
-//   tiles of down ─────────> wait for these, and ask for their weights meanwhile
-//                        ──> who finishes the last of some columns combines them
-//
-// Many take a job for each of these, between which rows are laid out as their kernels want them.
+// See moe.h.
 #include "ops/experts/moe.h"
 
 #include <algorithm>
-#include <atomic>
-#include <new>
 #include <stdexcept>
 #include <string>
-
-#if defined(KT_X86)
-#include <immintrin.h>
-#endif
-
-#include "ops/experts/pairs.h"
-#include "ops/linear/activations.h"
-#include "ops/linear/tiles.h"
-#include "runtime/format_info.h"
 
 namespace kt {
 namespace {
 
-constexpr int64_t kMaxTopK = 256;
 constexpr int64_t kScratchFloats = int64_t{48} << 20;  // of intermediate and output rows held at once
 
-TileArgs tile_args(const WeightView& weight, int64_t tile, const ActRows& act, int count, float* acc) {
-  TileArgs args{};
-  args.type = weight.type;
-  point_tile(weight, tile * kTileRows, args);
-  args.k = weight.cols;
-  args.act = act;
-  args.num_tokens = count;
-  args.acc = acc;
-  return args;
+int64_t count_experts(const ExpertMatrices& m, const std::vector<const uint8_t*>& pointers, const ExpertStore* store,
+                      int64_t layer) {
+  const size_t kinds = m.gate.exists() ? 3 : 2;
+  if (store != nullptr) {
+    if (store->parts(layer).size() != kinds)
+      throw std::invalid_argument("the store's records have " + std::to_string(store->parts(layer).size()) +
+                                  " matrices, the layer " + std::to_string(kinds));
+    return store->num_experts(layer);
+  }
+  if (pointers.empty() || pointers.size() % kinds != 0)
+    throw std::invalid_argument("gate, up and down must have the same number of experts, at least one");
+  return static_cast<int64_t>(pointers.size() / kinds);
 }
-
-void add_bias(float* acc, int count, const float* bias, int64_t lanes) {
-  if (bias == nullptr) return;
-  for (int t = 0; t < count; ++t)
-    for (int64_t r = 0; r < lanes; ++r) acc[t * kTileRows + r] += bias[r];
-}
-
-void copy_rows(const float* acc, int count, int64_t lanes, float* out, int64_t ldo) {
-  for (int t = 0; t < count; ++t) std::copy(acc + t * kTileRows, acc + t * kTileRows + lanes, out + t * ldo);
-}
-
-// The same past the caches, for results that are more than they hold: a line is then not read before it is written.
-void stream_rows(const float* acc, int count, float* out, int64_t ldo) {
-#if defined(KT_X86)
-  for (int t = 0; t < count; ++t)
-    for (int r = 0; r < kTileRows; r += 4) _mm_stream_ps(out + t * ldo + r, _mm_load_ps(acc + t * kTileRows + r));
-  _mm_sfence();
-#else
-  copy_rows(acc, count, kTileRows, out, ldo);
-#endif
-}
-
-const float* bias_at(const ExpertProjection& p, int64_t expert, int64_t row) {
-  return p.bias == nullptr ? nullptr : p.bias + expert * p.rows + row;
-}
-
-// Whether activations are quantized for weights of `type`.
-bool is_quantized(QType type) { return format_info(type).form != ActForm::Float; }
-
-constexpr int64_t kFusedTiles = 16;                  // 256 columns of the intermediate rows: a block of any type
-constexpr int64_t kStreamBytes = int64_t{16} << 20;  // outputs of this size do not stay in caches
-
-constexpr int64_t kAwaitedBytes = int64_t{64} << 10;  // of weights that a thread asks for before it can use them
-constexpr int64_t kMergedTokens = 32;                 // up to here whoever finishes a part of the output combines it
-
-// How many tasks of each part of a job are left. Who finishes the last one sees what all of them wrote and goes on with
-// the part, instead of a job of its own for that: handing a job over costs microseconds.
-class Countdown {
- public:
-  Countdown(WorkerPool::Session& session, int64_t parts, int64_t tasks) : left_(session.scratch<Line>(parts)) {
-    for (int64_t i = 0; i < parts; ++i) new (left_ + i) Line{{tasks}, {false}};
-  }
-  bool finishes(int64_t part, int64_t tasks) const {
-    return left_[part].count.fetch_sub(tasks, std::memory_order_acq_rel) == tasks;
-  }
-  // What follows from the part is there: for others, who see it with all that was written before.
-  void complete(int64_t part) const { left_[part].is_complete.store(true, std::memory_order_release); }
-  bool is_complete(int64_t part) const { return left_[part].is_complete.load(std::memory_order_acquire); }
-
- private:
-  // A line of its own, so that threads at different parts do not take it from one another.
-  struct alignas(64) Line {
-    std::atomic<int64_t> count;
-    std::atomic<bool> is_complete;
-  };
-  Line* left_;
-};
-
-// One call of the layer for one chunk of tokens.
-class MoeRun {
- public:
-  MoeRun(WorkerPool::Session& session, const ExpertProjection& gate, const ExpertProjection& up,
-         const ExpertProjection& down, const ActSpec& act, const SortedPairs& sorted)
-      : session_(session),
-        kernels_(session.kernels()),
-        gate_(gate),
-        up_(up),
-        down_(down),
-        act_(act),
-        sorted_(sorted),
-        has_gate_(!gate.experts.empty()),
-        is_grouped_(!sorted.groups.empty() && sorted.token.count >= kGroupedTokens * sorted.groups.count) {}
-
-  void run(const float* x, int64_t tokens, const float* weights, int64_t top_k, float* out) {
-    combining_ = {tokens, top_k, weights, out};
-    is_merged_ = tokens <= kMergedTokens && !is_grouped_ && sorted_.chunks > 0;
-    if (!run_until_down(x, tokens)) {
-      ProfiledOp op(session_, Part::Experts, tokens, true, kDown);
-      if (op.is_on()) op.add_bytes(touched_bytes(down_));
-      run_down();
-    }
-    if (is_merged_) return;
-    const ProfiledOp op(session_, Part::Experts, tokens, true, kCombine);
-    session_.run(tokens, [&](int64_t t) { combine(t, 0, down_.rows); });
-  }
-
- private:
-  // Of the experts that have rows.
-  int64_t touched_bytes(const ExpertProjection& p) const {
-    return p.experts.empty() ? 0 : sorted_.groups.count * weight_bytes(p.view(0));
-  }
-
-  // Sets down_input_. Whether it went on with down.
-  bool run_until_down(const float* x, int64_t tokens) {
-    ProfiledOp op(session_, Part::Experts, tokens, true, kGateUp);
-    if (op.is_on()) op.add_bytes(touched_bytes(up_) + touched_bytes(gate_));
-    const bool is_many = tokens >= kManyTokens && pairs() >= kManyPairs * sorted_.groups.count;
-    Activations inputs(session_, x, tokens, up_.cols, up_.cols);
-    up_input_ = input_of(up_, inputs, is_many);
-    if (has_gate_) gate_input_ = input_of(gate_, inputs, is_many);
-    // Quantizing at once what the down projection reads saves a trip through memory; tasks must not get too few.
-    const int64_t fused = sorted_.chunks * (up_.rows / (kFusedTiles * kTileRows));
-    if (uses_bf16(kernels_, down_.type, down_.layout, down_.cols, is_many)) {
-      run_up_bf16();
-    } else if (!is_grouped_ && !wants_blocks()) {
-      if (op.is_on()) op.add_bytes_of(Part::Experts, touched_bytes(down_), kDown);
-      run_both();
-      return true;
-    } else if (down_.is_packed() && is_quantized(down_.type) && is_grouped_ && session_.num_nodes() == 1 &&
-               fused >= 4 * session_.num_threads()) {
-      run_up_fused();
-    } else {
-      run_up();
-    }
-    return false;
-  }
-
-  // Whether kernels of down want the rows of an expert side by side, in blocks.
-  bool wants_blocks() const {
-    const int least = kernels_.min_block_tokens, planes = is_quantized(down_.type) ? session_.planes() : 1;
-    if (least == 0 || !down_.is_packed() || !is_quantized(down_.type)) return false;
-    return std::any_of(sorted_.groups.begin(), sorted_.groups.end(), [&](const SortedPairs::Group& g) {
-      return std::min(g.count, sorted_.chunk_size) * planes >= least;
-    });
-  }
-
-  // What a projection reads: rows of the call, some for each token, and the same by chunks where kernels want that.
-  struct Input {
-    bool is_bf16 = false;
-    int planes = 1;
-    ActRows rows;
-    Span<TokenBlocks> blocks;
-
-    void point(TileArgs& args, int64_t chunk) const {
-      if (!blocks.empty()) args.blocks = &blocks[chunk];
-    }
-  };
-
-  // Of up first, then of gate, which may share it.
-  Input input_of(const ExpertProjection& p, Activations& inputs, bool is_many) const {
-    const bool is_bf16 = uses_bf16(kernels_, p.type, p.layout, p.cols, is_many);
-    if (!is_bf16) inputs.require(p.type);
-    Input made = {is_bf16, is_bf16 ? 1 : inputs.planes_of(p.type), inputs.form_of(p.type), {}};
-    const bool is_same = up_input_.is_bf16 == is_bf16 && (is_bf16 || up_input_.rows.q == made.rows.q);
-    const auto groups = [&] { return token_groups(session_, sorted_, true, made.planes); };
-    if (is_same && !up_input_.blocks.empty()) {
-      made.blocks = up_input_.blocks;
-    } else if (is_bf16) {
-      const Span<TokenGroup> tokens = groups();
-      made.blocks = bf16_room(session_, p.cols, tokens);
-      round_blocks(session_, inputs.float_rows().x, inputs.float_rows().ldx, p.cols, tokens, made.blocks);
-    } else if (p.is_packed()) {
-      made.blocks = make_blocks(session_, made.rows, p.type, p.cols, groups());
-    }
-    return made;
-  }
-
-  // Tiles tile .. tile + count - 1 of up and gate for a chunk, activated: acc[j], 16 columns of each token.
-  void up_tiles(const PairChunk& c, int64_t chunk, int64_t tile, int count,
-                float (*acc)[kPairChunk * kTileRows]) const {
-    TileArgs args[kTileGroup] = {};
-    for (int j = 0; j < count; ++j) {
-      args[j] = input_args(up_, up_input_, c, chunk, tile + j, acc[j]);
-      if (has_gate_) args[count + j] = input_args(gate_, gate_input_, c, chunk, tile + j, acc[count + j]);
-    }
-    run_tiles(kernels_, args, has_gate_ ? 2 * count : count);
-    for (int j = 0; j < count; ++j) {
-      const int64_t first = (tile + j) * kTileRows, lanes = std::min<int64_t>(kTileRows, up_.rows - first);
-      float *up = acc[j], *gate = has_gate_ ? acc[count + j] : nullptr;
-      add_planes(up, c.count, up_input_.planes);
-      if (has_gate_) add_planes(gate, c.count, gate_input_.planes);
-      add_bias(up, c.count, bias_at(up_, c.expert, first), lanes);
-      if (has_gate_) add_bias(gate, c.count, bias_at(gate_, c.expert, first), lanes);
-      kernels_.activate(act_, gate, up, static_cast<int64_t>(c.count) * kTileRows, up);
-    }
-  }
-
-  // One tile of up or gate for the tokens of a chunk.
-  TileArgs input_args(const ExpertProjection& p, const Input& input, const PairChunk& c, int64_t chunk, int64_t tile,
-                      float* acc) const {
-    TileArgs args = tile_args(p.view(c.expert), tile, input.rows, c.count * input.planes, acc);
-    args.token_ids = input_rows(sorted_, c.first, input.planes);
-    input.point(args, chunk);
-    return args;
-  }
-
-  int64_t pairs() const { return sorted_.token.count; }
-
-  // Tiles of up and gate for the pairs of a chunk, activated, into their rows of `out`, which are up_.rows long.
-  void run_up_task(const TileTasks::Task& task, const PairChunk& c, float* out) const {
-    alignas(64) float acc[kTileGroup][kPairChunk * kTileRows];
-    up_tiles(c, task.chunk, task.tile, task.count, acc);
-    for (int j = 0; j < task.count; ++j) {
-      const int64_t first = (task.tile + j) * kTileRows, lanes = std::min<int64_t>(kTileRows, up_.rows - first);
-      copy_rows(acc[j], c.count, lanes, out + c.first * up_.rows + first, up_.rows);
-    }
-  }
-
-  void run_up() {
-    const int64_t width = up_.rows;
-    float* intermediate = session_.scratch<float>(pairs() * width);
-    const TileTasks tasks((width + kTileRows - 1) / kTileRows, is_grouped_ ? kTileGroup / 2 : 1, sorted_.chunks,
-                          session_.num_nodes());
-    session_.run_on_nodes(tasks.ends, [&](int64_t i) {
-      const TileTasks::Task task = tasks.at(i);
-      run_up_task(task, chunk_at(sorted_, task.chunk), intermediate);
-    });
-    Activations inner(session_, intermediate, pairs(), width, width);
-    inner.require(down_.type);
-    take_down_rows(inner.form_of(down_.type));
-  }
-
-  // All of the layer in one job, see above.
-  void run_both() {
-    const int64_t width = up_.rows;
-    const bool has_codes = is_quantized(down_.type);
-    float* intermediate = session_.scratch<float>(pairs() * width);
-    const QuantizedRows rows = has_codes ? quantized_rows(session_, down_.type, pairs(), width) : QuantizedRows{};
-    down_input_.planes = has_codes ? session_.planes() : 1;
-    down_input_.rows =
-        has_codes ? rows.view() : Activations(session_, intermediate, pairs(), width, width).form_of(down_.type);
-    const TileTasks ups((width + kTileRows - 1) / kTileRows, 1, sorted_.chunks, session_.num_nodes());
-    const TileTasks downs = down_tasks();
-    const Countdown left(session_, sorted_.chunks, ups.tiles), columns(session_, downs.tiles, sorted_.chunks);
-    const auto up = [&](int64_t i) {
-      const TileTasks::Task task = ups.at(i);
-      const PairChunk c = chunk_at(sorted_, task.chunk);
-      run_up_task(task, c, intermediate);
-      if (!left.finishes(task.chunk, task.count)) return;
-      for (int64_t pair = c.first; has_codes && pair < c.first + c.count; ++pair)
-        rows.quantize(kernels_, intermediate + pair * width, pair, 0, width);
-      left.complete(task.chunk);
-    };
-    const auto down = [&](int64_t i) {
-      const TileTasks::Task task = downs.at(i);
-      if (await_rows(task, left)) run_down_task(task, columns);
-    };
-    session_.run_both(ups.ends, up, downs.ends, down);
-  }
-
-  // Until the rows of the task's expert are there it asks for the weights of the task and of those behind it, which are
-  // the thread's next ones: memory has nothing else to do. False: they will not come.
-  bool await_rows(const TileTasks::Task& task, const Countdown& left) const {
-    const auto is_complete = [&] { return left.is_complete(task.chunk); };
-    if (is_complete()) return true;
-    const WeightView weight = down_.view(chunk_at(sorted_, task.chunk).expert);
-    const uint8_t *line = weight.data + task.tile * weight.tile_bytes, *end = weight.data + weight_bytes(weight);
-    if (weight.tile_bytes != 0)
-      for (end = std::min(end, line + kAwaitedBytes); line < end && !is_complete(); line += 64)
-        __builtin_prefetch(line, 0, 2);
-    return session_.wait_until(is_complete);
-  }
-
-  void take_down_rows(const ActRows& rows) {
-    down_input_.planes = is_quantized(down_.type) ? session_.planes() : 1;
-    down_input_.rows = rows;
-    if (down_.is_packed())
-      down_input_.blocks = make_blocks(session_, rows, down_.type, down_.cols,
-                                       token_groups(session_, sorted_, false, down_input_.planes));
-  }
-
-  // Rounds at once what the down projection reads.
-  void run_up_bf16() {
-    down_input_.is_bf16 = true;
-    down_input_.blocks = bf16_room(session_, up_.rows, token_groups(session_, sorted_, false, 1));
-    const TileTasks tasks(up_.rows / kTileRows, is_grouped_ ? kTileGroup / 2 : 1, sorted_.chunks, session_.num_nodes());
-    session_.run_on_nodes(tasks.ends, [&](int64_t i) {
-      alignas(64) float acc[kTileGroup][kPairChunk * kTileRows];
-      const TileTasks::Task task = tasks.at(i);
-      const PairChunk c = chunk_at(sorted_, task.chunk);
-      up_tiles(c, task.chunk, task.tile, task.count, acc);
-      const TokenBlocks& to = down_input_.blocks[task.chunk];
-      for (int j = 0; j < task.count; ++j) {
-        const int64_t first = (task.tile + j) * kTileRows;
-        uint16_t* out = to.bf16 + first / kBf16Cols * kBf16Cols * to.rows + first % kBf16Cols;
-        kernels_.round_bf16(acc[j], kTileRows, c.count, kTileRows, out, kBf16Cols);
-      }
-    });
-  }
-
-  void run_up_fused() {
-    const int64_t width = up_.rows, columns = kFusedTiles * kTileRows, per_chunk = (width + columns - 1) / columns;
-    const QuantizedRows rows = quantized_rows(session_, down_.type, pairs(), width);
-    session_.run(sorted_.chunks * per_chunk, [&](int64_t i) {
-      alignas(64) float acc[kTileGroup][kPairChunk * kTileRows], activated[kPairChunk][kFusedTiles * kTileRows];
-      const PairChunk c = chunk_at(sorted_, i / per_chunk);
-      const int64_t first = i % per_chunk * columns, cols = std::min(columns, width - first);
-      for (int64_t at = 0; at < cols; at += kTileGroup / 2 * kTileRows) {
-        const int count = static_cast<int>(std::min<int64_t>(kTileGroup / 2, (cols - at + kTileRows - 1) / kTileRows));
-        up_tiles(c, i / per_chunk, (first + at) / kTileRows, count, acc);
-        for (int j = 0; j < count; ++j)
-          copy_rows(acc[j], c.count, kTileRows, activated[0] + at + j * kTileRows, columns);
-      }
-      for (int t = 0; t < c.count; ++t) rows.quantize(kernels_, activated[t], c.first + t, first, cols);
-    });
-    take_down_rows(rows.view());
-  }
-
-  TileTasks down_tasks() {
-    const int64_t hidden = down_.rows, tiles = (hidden + kTileRows - 1) / kTileRows;
-    outputs_ = session_.scratch<float>(pairs() * hidden);
-    is_streamed_ = pairs() * hidden * static_cast<int64_t>(sizeof(float)) >= kStreamBytes && hidden % kTileRows == 0;
-    const int64_t few = few_tiles(down_.experts.empty() ? 0 : down_.view(0).tile_bytes, down_input_.is_bf16,
-                                  tiles * sorted_.chunks, session_.num_threads());
-    return {tiles, is_grouped_ ? kTileGroup : few, sorted_.chunks, session_.num_nodes()};
-  }
-
-  void run_down() {
-    const TileTasks tasks = down_tasks();
-    const Countdown left(session_, tasks.tiles, sorted_.chunks);
-    session_.run_on_nodes(tasks.ends, [&](int64_t i) { run_down_task(tasks.at(i), left); });
-  }
-
-  // left: experts that each tile waits for.
-  void run_down_task(const TileTasks::Task& task, const Countdown& left) const {
-    alignas(64) float acc[kTileGroup][kPairChunk * kTileRows];
-    const int64_t hidden = down_.rows;
-    const PairChunk c = chunk_at(sorted_, task.chunk);
-    TileArgs args[kTileGroup] = {};
-    const int planes = down_input_.planes;
-    for (int j = 0; j < task.count; ++j) {
-      args[j] = tile_args(down_.view(c.expert), task.tile + j, down_input_.rows, c.count * planes, acc[j]);
-      args[j].first_token = c.first * planes;
-      down_input_.point(args[j], task.chunk);
-    }
-    run_tiles(kernels_, args, task.count);
-    for (int j = 0; j < task.count; ++j) {
-      const int64_t first = (task.tile + j) * kTileRows, lanes = std::min<int64_t>(kTileRows, hidden - first);
-      add_planes(acc[j], c.count, planes);
-      add_bias(acc[j], c.count, bias_at(down_, c.expert, first), lanes);
-      float* to = outputs_ + c.first * hidden + first;
-      if (is_streamed_)
-        stream_rows(acc[j], c.count, to, hidden);
-      else
-        copy_rows(acc[j], c.count, lanes, to, hidden);
-    }
-    if (!is_merged_ || !left.finishes(task.tile, 1)) return;
-    const int64_t first = task.tile * kTileRows, cols = std::min<int64_t>(task.count * kTileRows, hidden - first);
-    for (int64_t t = 0; t < combining_.tokens; ++t) combine(t, first, cols);
-  }
-
-  // Columns first .. first + cols - 1 of a token's result; every column is a sum of its own.
-  void combine(int64_t t, int64_t first, int64_t cols) const {
-    const int64_t hidden = down_.rows;
-    const float* rows[kMaxTopK];
-    float row_weights[kMaxTopK];
-    int count = 0;
-    for (int64_t i = t * combining_.top_k; i < (t + 1) * combining_.top_k; ++i) {
-      const int64_t pair = sorted_.pair_of[i];
-      if (pair < 0) continue;
-      rows[count] = outputs_ + pair * hidden + first;
-      row_weights[count++] = combining_.weights[i];
-    }
-    kernels_.combine_row(rows, row_weights, count, cols, combining_.out + t * hidden + first);
-  }
-
-  WorkerPool::Session& session_;
-  const KernelTable& kernels_;
-  const ExpertProjection &gate_, &up_, &down_;
-  const ActSpec& act_;
-  const SortedPairs& sorted_;
-  const bool has_gate_, is_grouped_;
-  bool is_merged_ = false, is_streamed_ = false;
-  Input up_input_, gate_input_, down_input_;
-  float* outputs_ = nullptr;
-  struct Combining {
-    int64_t tokens, top_k;
-    const float* weights;
-    float* out;
-  } combining_ = {};
-};
 
 }  // namespace
 
-Moe::Moe(ExpertProjection gate, ExpertProjection up, ExpertProjection down, ActSpec act, int layer)
-    : gate_(std::move(gate)),
-      up_(std::move(up)),
-      down_(std::move(down)),
+Moe::Moe(const ExpertMatrices& matrices, std::vector<const uint8_t*> pointers, ActSpec act, int layer,
+         ExpertStore* store, int64_t store_layer)
+    : matrices_(matrices),
+      pointers_(std::move(pointers)),
       act_(act),
       layer_(layer),
-      counts_(std::make_shared<LayerCounts>(static_cast<int64_t>(up_.experts.size()))) {
-  const size_t experts = up_.experts.size();
-  if (experts == 0 || down_.experts.size() != experts || (!gate_.experts.empty() && gate_.experts.size() != experts))
-    throw std::invalid_argument("gate, up and down must have the same number of experts, at least one");
-  if (down_.cols != up_.rows || down_.rows != up_.cols ||
-      (!gate_.experts.empty() && (gate_.rows != up_.rows || gate_.cols != up_.cols)))
+      store_(store),
+      store_layer_(store_layer),
+      num_experts_(count_experts(matrices_, pointers_, store, store_layer)),
+      counts_(std::make_shared<LayerCounts>(num_experts_)) {
+  ExpertProjection &gate = matrices_.gate, &up = matrices_.up, &down = matrices_.down;
+  if (down.cols != up.rows || down.rows != up.cols || (gate.exists() && (gate.rows != up.rows || gate.cols != up.cols)))
     throw std::invalid_argument("expert shapes must be gate [I, H], up [I, H], down [H, I]");
-  for (const ExpertProjection* p : {&gate_, &up_, &down_}) make_view(p->type, nullptr, p->rows, p->cols, p->layout);
+  size_t kind = 0;
+  for (ExpertProjection* p : {&gate, &up, &down}) {
+    if (!p->exists()) continue;
+    const WeightView view = make_view(p->type, nullptr, p->rows, p->cols, p->layout);
+    if (store == nullptr) {
+      p->experts = pointers_.data() + kind++ * static_cast<size_t>(num_experts_);
+      continue;
+    }
+    const RecordPart& part = store->parts(store_layer)[kind++];
+    if (part.view.type != view.type || part.view.rows != view.rows || part.view.cols != view.cols ||
+        part.view.tile_bytes != view.tile_bytes)
+      throw std::invalid_argument("the matrices of the store's records are others than the layer's");
+    p->offset = part.offset;
+  }
 }
 
 void Moe::forward(WorkerPool& pool, const float* x, int64_t tokens, const int64_t* ids, const float* weights,
@@ -442,27 +65,63 @@ void Moe::forward(WorkerPool& pool, const float* x, int64_t tokens, const int64_
       throw std::out_of_range("topk_ids[" + std::to_string(i / top_k) + ", " + std::to_string(i % top_k) + "] is " +
                               std::to_string(ids[i]) + ", but there are " + std::to_string(num_experts()) + " experts");
   const ScopedProfile scope(pool, layer_, Part::Experts);
-  const int64_t per_token = std::max<int64_t>(1, top_k * (up_.rows + down_.rows));
+  const ExpertProjection &up = matrices_.up, &down = matrices_.down;
+  const int64_t per_token = std::max<int64_t>(1, top_k * (up.rows + down.rows));
   const int64_t chunk = std::max<int64_t>(1, kScratchFloats / per_token);
   for (int64_t t = 0; t < tokens; t += chunk) {
     WorkerPool::Session session(pool);
     if (t == 0) counts_->begin_call();
     Profile* const profile = t == 0 ? session.profile() : nullptr;
     if (profile != nullptr) profile->write_experts(profile_scope().layer, ids, tokens, top_k, num_experts());
-    forward_chunk(session, x + t * up_.cols, std::min(chunk, tokens - t), ids + t * top_k, weights + t * top_k, top_k,
-                  out + t * down_.rows);
+    forward_chunk(session, x + t * up.cols, ids + t * top_k,
+                  {std::min(chunk, tokens - t), top_k, weights + t * top_k, out + t * down.rows}, t == 0);
   }
 }
 
-void Moe::forward_chunk(WorkerPool::Session& session, const float* x, int64_t tokens, const int64_t* ids,
-                        const float* weights, int64_t top_k, float* out) const {
+void Moe::forward_chunk(WorkerPool::Session& session, const float* x, const int64_t* ids,
+                        const MoeRun::Combining& combining, bool is_first) const {
   SortedPairs sorted;
   {
-    const ProfiledOp op(session, Part::Experts, tokens, true, kSort);
-    sorted = sort_pairs(session, ids, tokens, top_k, num_experts());
+    const ProfiledOp op(session, Part::Experts, combining.tokens, true, kSort);
+    sorted = sort_pairs(session, ids, combining.tokens, combining.top_k, num_experts());
   }
   for (const SortedPairs::Group& group : sorted.groups) counts_->add(group.expert, group.count);
-  MoeRun(session, gate_, up_, down_, act_, sorted).run(x, tokens, weights, top_k, out);
+  if (store_ == nullptr)
+    MoeRun(session, matrices_, act_, sorted, x, combining).run();
+  else
+    forward_stored(session, x, sorted, combining, is_first);
+}
+
+// What is there is computed first, then what has come meanwhile, until all is done.
+void Moe::forward_stored(WorkerPool::Session& session, const float* x, const SortedPairs& sorted,
+                         const MoeRun::Combining& combining, bool is_first) const {
+  const int64_t count = sorted.groups.count;
+  const Span<Visited> experts = session.span<Visited>(count);
+  for (int64_t i = 0; i < count; ++i) experts[i] = {static_cast<int32_t>(sorted.groups[i].expert)};
+  const auto records = session.span<const uint8_t*>(num_experts_);
+  const auto wave = session.span<SortedPairs::Group>(count);
+  auto chosen = session.span<int32_t>(count);
+  ExpertMatrices matrices = matrices_;
+  for (ExpertProjection* p : {&matrices.gate, &matrices.up, &matrices.down}) p->experts = records.data;
+  MoeRun run(session, matrices, act_, sorted, x, combining);
+  Visit visit(*store_, store_layer_, experts, sorted.token.count, !is_first);
+  while (visit.num_left() > 0) {
+    visit.take(chosen);
+    if (chosen.empty()) {
+      session.let_sleep();
+      const ProfiledOp op(session, Part::WaitDisk, combining.tokens, true);
+      visit.wait();
+      continue;
+    }
+    for (int64_t i = 0; i < chosen.count; ++i) {
+      wave[i] = sorted.groups[chosen[i]];
+      records[wave[i].expert] = visit.record(chosen[i]);
+    }
+    if (chosen.count == count) return run.run();
+    run.run_wave({wave.data, chosen.count});
+    visit.finish(chosen);
+  }
+  run.combine_all();
 }
 
 }  // namespace kt

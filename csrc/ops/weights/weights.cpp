@@ -121,6 +121,15 @@ void touch_pages(WorkerPool::Session& session, uint8_t* out, int64_t bytes) {
 
 PackTimes pack_times() { return {g_read_ns.load(), g_pack_ns.load()}; }
 
+void pack_rows(const KernelTable& kernels, const WeightView& some, uint8_t* out) {
+  const int64_t tile_bytes = packed_tile_bytes(some.type, some.cols);
+  const uint8_t* pointers[kTileRows];
+  for (int64_t row = 0; row < some.rows; row += kTileRows, out += tile_bytes) {
+    point_rows(some, row, pointers);
+    kernels.pack_tile(some.type, pointers, some.cols, out);
+  }
+}
+
 void pack(WorkerPool& pool, const WeightView& like, const uint8_t* const* weights, int64_t count, uint8_t* out) {
   const int64_t tile_bytes = packed_tile_bytes(like.type, like.cols), tiles = (like.rows + kTileRows - 1) / kTileRows;
   WorkerPool::Session session(pool);
@@ -131,12 +140,7 @@ void pack(WorkerPool& pool, const WeightView& like, const uint8_t* const* weight
         WeightView some = like;
         some.data = data;
         some.rows = rows;
-        const uint8_t* pointers[kTileRows];
-        for (int64_t row = 0; row < rows; row += kTileRows) {
-          point_rows(some, row, pointers);
-          session.kernels().pack_tile(like.type, pointers, like.cols,
-                                      out + (matrix * tiles + (first + row) / kTileRows) * tile_bytes);
-        }
+        pack_rows(session.kernels(), some, out + (matrix * tiles + first / kTileRows) * tile_bytes);
       });
 }
 

@@ -50,6 +50,9 @@ constexpr int64_t kManyPairs = 8;    // (token, expert) per expert that is touch
 // Re-lays `count` matrices in block layout, all shaped as `like`, side by side into `out`.
 void pack(WorkerPool& pool, const WeightView& like, const uint8_t* const* weights, int64_t count, uint8_t* out);
 
+// Re-lays the rows of `some`, in block layout, into tiles at `out`, on the calling thread.
+void pack_rows(const KernelTable& kernels, const WeightView& some, uint8_t* out);
+
 // FP8 codes [rows, cols] with scales [ceil(rows / 128), ceil(cols / 128)].
 struct Fp8View {
   const uint8_t* codes;

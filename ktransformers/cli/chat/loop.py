@@ -396,6 +396,8 @@ class ChatLoop:
         drafts = f"drafts: {drafts_of(total)}\n" if total.num_drafted else ""
         hot = self.llm.engine.hot.describe()
         latest = f"\nhot experts: {hot}" if hot is not None else ""
+        files = self.llm.engine.expert_files
+        latest += f"\nexperts on the disk: {files.describe()}" if files is not None else ""
         latest += f"\nlatest answer: {format_stats(answers[-1])}" if answers else ""
         return (
             f"{len(answers)} answers, {len(self.conversation.messages)} messages\n"

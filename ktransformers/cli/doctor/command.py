@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ktransformers.cli.doctor.findings import Check, Finding, Level, examine, shown, warning
@@ -18,6 +19,7 @@ from ktransformers.cli.doctor.gpu import gpu_checks
 from ktransformers.cli.doctor.machine import machine_checks
 from ktransformers.cli.doctor.software import software_checks
 from ktransformers.cli.doctor.speed import speed_findings
+from ktransformers.cli.parsing.options import add_model_argument, model_files
 from ktransformers.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,34 +36,37 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Examine the installation, the machine and its GPUs: one line per finding, with the command that "
         "mends it. Exit code 1 when something does not work.",
     )
+    add_model_argument(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
     parser.add_argument("--quick", action="store_true", help="measure nothing: show what was measured before")
     parser.add_argument("--measure", action="store_true", help="measure the machine again, whatever is remembered")
     parser.set_defaults(run=run)
 
 
-def all_checks(*, is_quick: bool = False) -> Iterator[Check]:
+def all_checks(*, is_quick: bool = False, model: Path | None = None) -> Iterator[Check]:
     """Yield all checks of doctor in the order of the report. GPUs are looked for when it is their turn.
 
-    is_quick: nothing is measured.
+    is_quick: nothing is measured. model: a model whose disk is measured.
     """
     yield from software_checks()
-    yield from machine_checks(has_bandwidth=not is_quick)
+    yield from machine_checks(has_bandwidth=not is_quick, model=model)
     yield from gpu_checks()
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report of doctor; return the exit code. Raises ConfigError for flags that contradict each other."""
+    """Print the report of doctor; return the exit code. Raises ConfigError for flags that contradict each other, and
+    for a MODEL that there is not."""
     if args.quick and args.measure:
         raise ConfigError("--quick measures nothing and --measure measures everything: leave one of them out")
     findings: list[Finding] = []
+    model_path, gguf_path = model_files(args)
 
     def add(finding: Finding) -> None:
         findings.append(finding)
         if not args.json:
             print(shown(finding), flush=True)
 
-    for check in all_checks(is_quick=args.quick):
+    for check in all_checks(is_quick=args.quick, model=gguf_path or model_path):
         for finding in examine(check):
             add(finding)
     speed = None

@@ -23,10 +23,12 @@ from ktransformers.system.cores import (
     usable_cores,
 )
 from ktransformers.system.cpu_names import cpu_name
+from ktransformers.system.disk_speed import DiskSpeed, largest_file, measure_disk
 from ktransformers.system.user_folders import user_cache_dir
 
 __all__ = [
     "cores",
+    "disk_reads",
     "disks",
     "judge_cores",
     "judge_limits",
@@ -45,20 +47,23 @@ _LEAST_FREE = 2 * GIB
 _LEAST_FILES = 1024
 _LEAST_SHM = 64 << 20
 _SLOW = 8e9  # bytes a second: less than one channel of DDR4
+_SLOW_DISK = 1e9  # bytes a second: less than any NVMe
+_LEAST_READ = 64 << 20  # bytes of a file, for a measurement that says something
 
 
-def machine_checks(*, has_bandwidth: bool = True) -> list[Check]:
+def machine_checks(*, has_bandwidth: bool = True, model: Path | None = None) -> list[Check]:
     """Return the checks of the machine in the order of the report.
 
-    has_bandwidth: whether to measure how fast memory is read.
+    has_bandwidth: whether to measure how fast memory and the disk are read. model: whose disk; None: what is in the
+    hub's cache.
     """
-    measured = [Check("memory bandwidth", ram_bandwidth)] if has_bandwidth else []
+    measured = [Check("memory bandwidth", ram_bandwidth), Check("disk reads", lambda: disk_reads(model))]
     return [
         Check("cores", cores),
         Check("memory", memory),
         Check("swap", lambda: judge_swap(meminfo())),
         *system_checks(),
-        *measured,
+        *(measured if has_bandwidth else ()),
         Check("limits", limits),
         Check("/dev/shm", shared_memory),
         Check("disk", disks),
@@ -198,6 +203,29 @@ def disks(folders: Mapping[str, Path] | None = None) -> Iterable[Finding]:
             yield warning(f"disk of {name}", f"{text}, little for a model", f"{remedy} on a larger disk")
         else:
             yield ok(f"disk of {name}", text)
+
+
+def disk_reads(
+    model: Path | None = None, cache: Path | None = None, measure: Callable[[Path], DiskSpeed] = measure_disk
+) -> Iterable[Finding]:
+    """Measure how fast the disk under a model delivers experts: those that do not fit into RAM are read from there.
+
+    model: a file or a folder; None: of the hub's cache, of which the largest file stands for all. Nothing is found
+    where there is no file that is large enough.
+    """
+    path = largest_file([model or cache or hub_cache()]) if model is None or model.is_dir() else model
+    if path is None or path.stat().st_size < _LEAST_READ:
+        return
+    try:
+        speed = measure(path)
+    except OSError as error:
+        yield warning("disk reads", f"{path} cannot be read: {error.strerror or error}", "check the disk (dmesg)")
+        return
+    if speed.bytes_per_s < _SLOW_DISK:
+        yield warning("disk reads", f"{speed}: slow for experts that are read from there",
+                      "for a model larger than RAM, keep its files on an NVMe disk")  # fmt: skip
+    else:
+        yield ok("disk reads", str(speed))
 
 
 def port(number: int = 10002) -> Iterable[Finding]:

@@ -1,1 +1,1 @@
-"""Commands about models: pull, models, plan, quantize, imatrix."""
+"""Commands about models: pull, models, plan, quantize, imatrix, pack."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,10 +31,13 @@ from ktransformers.errors import ConfigError
 if TYPE_CHECKING:
     from ktransformers.engine.model.opened import OpenedModel
     from ktransformers.engine.plan.dry_run import DryRun
+    from ktransformers.optimize.disk_prediction import DiskPrediction
     from ktransformers.optimize.machine_speed import MachineSpeed
     from ktransformers.optimize.predict import Expected
 
-__all__ = ["add_parser", "expect", "open_planned", "plan_command", "plan_config"]
+__all__ = ["add_parser", "expect", "expect_of_disk", "open_planned", "plan_command", "plan_config"]
+
+logger = logging.getLogger(__name__)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -95,7 +99,9 @@ def plan_command(args: argparse.Namespace) -> int:
     preview = dry_run(open_planned(config, args.synthetic), name=args.synthetic)
     rates = bandwidths(preview.summary.reads.bytes_per_token(), preview.num_threads)
     expected = expect(preview, SpeedFile().read(), args.batch, args.context)
-    _show(preview, rates, expected, as_json=args.json, is_full=args.full, modules=args.modules)
+    disk = expect_of_disk(preview, rates, expected)
+    shown = None if preview.plan.stored_experts else expected  # which has all experts in RAM
+    _show(preview, rates, shown, disk, as_json=args.json, is_full=args.full, modules=args.modules)
     if preview.fit_suggestions is None:
         return 0
     print("error: the model does not fit into this machine", file=sys.stderr)
@@ -124,6 +130,31 @@ def expect(preview: DryRun, speed: MachineSpeed | None, batch: int, context: int
     return Expected((prefill, predict_decode(load, speed, batch, context)))
 
 
+def expect_of_disk(preview: DryRun, rates: Mapping[str, float], expected: Expected) -> DiskPrediction | None:
+    """Predict what a plan will do whose experts stay in files, by reading some of these for a moment; None for others,
+    and where nothing can be read.
+    """
+    from ktransformers.optimize.disk_prediction import predict_from_disk
+    from ktransformers.system.disk_speed import measure_disk
+
+    summary = preview.summary
+    if not preview.expert_paths:
+        return None
+    try:
+        speed = measure_disk(max(preview.expert_paths, key=lambda path: path.stat().st_size))
+    except OSError as error:
+        logger.warning("the disk cannot be measured: %s", error)
+        return None
+    if speed.why_cached is not None:
+        logger.warning("%s", speed)
+    bound = summary.reads.tokens_per_s(rates)
+    seconds = {one.phase: one.seconds / one.tokens for one in expected.predictions}
+    seconds.setdefault("decode", 0.0 if bound is None else 1.0 / bound)
+    times = seconds["decode"], seconds.get("prefill", 0.0)
+    found = predict_from_disk(preview.plan, summary.top_k, summary.chunk_size, speed.bytes_per_s, *times)
+    return replace(found, is_measured=bool(expected.predictions))
+
+
 def open_planned(config: EngineConfig, synthetic: str | None) -> OpenedModel:
     """Open the model of the configuration's files, or the published shape called `synthetic`."""
     from ktransformers.engine.model.opened import open_model, open_synthetic
@@ -136,15 +167,22 @@ def open_planned(config: EngineConfig, synthetic: str | None) -> OpenedModel:
 
 
 def _show(
-    preview: DryRun, rates: Mapping[str, float], expected: Expected, *, as_json: bool, is_full: bool, modules: bool
+    preview: DryRun,
+    rates: Mapping[str, float],
+    expected: Expected | None,
+    disk: DiskPrediction | None,
+    *,
+    as_json: bool,
+    is_full: bool,
+    modules: bool,
 ) -> None:
     from ktransformers.cli.models.plan_screen import screen, summary_json
     from ktransformers.optimize.report import print_plan, to_json
 
     if as_json:
-        print(json.dumps({**to_json(preview.plan), "summary": summary_json(preview, rates, expected)}, indent=2))
+        print(json.dumps({**to_json(preview.plan), "summary": summary_json(preview, rates, expected, disk)}, indent=2))
         return
-    print("\n".join(screen(preview, rates, expected)))
+    print("\n".join(screen(preview, rates, expected, disk)))
     if is_full or modules:
         from rich.console import Console
 

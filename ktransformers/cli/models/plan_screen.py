@@ -5,12 +5,14 @@ Lines of text from a DryRun and bandwidths; decides and measures nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from ktransformers.engine.plan.dry_run import DryRun
 from ktransformers.engine.plan.fit_suggestions import FitSuggestion, FitSuggestions, needed_bits, shortfall
+from ktransformers.optimize.disk_prediction import SLOW, DiskPrediction
+from ktransformers.optimize.expert_slots import EXPERT_SLOTS
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.predict import Expected, Prediction
 from ktransformers.optimize.summary import Summary, SummaryPart
@@ -22,10 +24,15 @@ _LABEL = 12
 _LEAST_BITS = 2.0  # below it no published quantization is
 
 
-def screen(preview: DryRun, bandwidth: Mapping[str, float], expected: Expected | None = None) -> list[str]:
+def screen(
+    preview: DryRun,
+    bandwidth: Mapping[str, float],
+    expected: Expected | None = None,
+    disk: DiskPrediction | None = None,
+) -> list[str]:
     """Return a plan as lines of at most 80 columns. bandwidth: bytes a second by device, as far as they are known.
 
-    expected: what to say of the speed beside the bound.
+    expected: what to say of the speed beside the bound. disk: likewise, where experts stay in files.
     """
     summary = preview.summary
     return [
@@ -35,6 +42,7 @@ def screen(preview: DryRun, bandwidth: Mapping[str, float], expected: Expected |
         *(() if preview.threads is None else (_line("threads", preview.threads),)),
         *_speed_lines(summary, bandwidth),
         *(() if expected is None else _expected_lines(expected)),
+        *_disk_lines(preview.plan, disk),
         "",
         *_part_lines(summary.parts),
     ]
@@ -61,7 +69,8 @@ def verdict(preview: DryRun) -> str:
     if not short:
         used = [device for device in total if total[device] or device == "cpu"]
         groups = [group for group in (["cpu"], [device for device in used if device != "cpu"]) if group]
-        return "fits: " + ", ".join(_filled(plan, group, is_named=len(groups) > 1) for group in groups)
+        how = "fits with experts on the disk: " if plan.stored_experts else "fits: "
+        return how + ", ".join(_filled(plan, group, is_named=len(groups) > 1) for group in groups)
     parts = (
         f"{shown_size(total[device])} needed{_on(device)}, {shown_size(plan.capacity.get(device, 0))} free"
         for device in short
@@ -187,6 +196,35 @@ def _expected_lines(expected: Expected) -> list[str]:
     return lines
 
 
+def _disk_lines(plan: Plan, disk: DiskPrediction | None) -> list[str]:
+    """What is read while the model runs, what RAM has of it, and how fast that makes it."""
+    if not plan.stored_experts:
+        return []
+    slots = plan.extra_bytes[EXPERT_SLOTS]["cpu"]
+    sizes = f"{shown_size(plan.stored_experts)} of experts, {shown_size(slots)} of them in RAM"
+    if disk is None:
+        return [
+            _line("from disk", sizes),
+            _line("", "  how fast that is depends on the disk, and there is no file to read"),
+        ]
+    most = "" if disk.is_measured else "at most "
+    found = _range(disk.hits, "{:.0%}".format)
+    lines = [
+        _line("from disk", f"{sizes}; it reads {disk.disk_rate / 1e9:.2f} GB/s"),
+        _line("", f"  a token uses {_gigabytes(round(disk.token_bytes))} of them, {found} found in RAM"),
+        _line("", f"  decode {most}{_range(disk.decode)} tokens/s, prefill {most}{_range(disk.prefill)}"),
+    ]
+    if disk.is_slow:
+        lines.append(_line("", f"  slower than {SLOW} tokens/s: it runs, but for use it needs more RAM, a"))
+        lines.append(_line("", "  faster disk, or a file of fewer bits per weight"))
+    return lines
+
+
+def _range(pair: tuple[float, float], shown: Callable[[float], str] | None = None) -> str:
+    least, most = map(shown or (lambda rate: f"{rate:.2g}" if rate < 10 else _rate(rate)), pair)
+    return least if least == most else f"{least} to {most}"
+
+
 def _limits(prediction: Prediction) -> str:
     """The first resource and the second, with their shares of the time."""
     return ", ".join(f"{name} {share:.0%}" for name, share in prediction.ranked()[:2])
@@ -231,7 +269,12 @@ def _types(types: Iterable[str], width: int = WIDTH - 44) -> str:
     return text
 
 
-def summary_json(preview: DryRun, bandwidth: Mapping[str, float], expected: Expected | None = None) -> dict[str, Any]:
+def summary_json(
+    preview: DryRun,
+    bandwidth: Mapping[str, float],
+    expected: Expected | None = None,
+    disk: DiskPrediction | None = None,
+) -> dict[str, Any]:
     """Return the screen's numbers as JSON types: bytes, bytes a second, tokens a second."""
     summary, suggestions = preview.summary, preview.fit_suggestions
     reads, full = summary.reads, min(summary.cache_tokens, summary.context_len or summary.cache_tokens)
@@ -240,6 +283,7 @@ def summary_json(preview: DryRun, bandwidth: Mapping[str, float], expected: Expe
         **asdict(summary.size),
         "disk_bytes": summary.disk_bytes,
         "memory_bytes": summary.memory_bytes,
+        "stored_bytes": summary.stored_bytes,
         "bits_per_weight": summary.bits_per_weight,
         "context_len": summary.context_len,
         "cache_tokens": summary.cache_tokens,
@@ -263,6 +307,7 @@ def summary_json(preview: DryRun, bandwidth: Mapping[str, float], expected: Expe
         ],
         "predicted": [_prediction_json(one) for one in (expected.predictions if expected else ())],
         "not_predicted": expected.reason if expected else "",
+        "disk": None if disk is None else {**asdict(disk), "is_slow": disk.is_slow},
     }
 
 

@@ -21,7 +21,7 @@ from ktransformers.hub.names import ModelName, parse_name
 from ktransformers.hub.variants import Variant, find_variants, is_companion, select
 
 if TYPE_CHECKING:
-    from ktransformers.engine.plan.planning import Hardware
+    from ktransformers.engine.plan.hardware import Hardware
     from ktransformers.hub.remote import Repository
     from ktransformers.optimize.plan import Plan
 
@@ -99,7 +99,7 @@ class _Fitting:
     def hardware(self) -> Hardware:
         """Devices and memory of this machine, measured once."""
         if self._hardware is None:
-            from ktransformers.engine.plan.planning import Hardware
+            from ktransformers.engine.plan.hardware import Hardware
 
             self._hardware = Hardware.detect(EngineConfig(gpu_memory=self.args.gpu_memory))
         return self._hardware

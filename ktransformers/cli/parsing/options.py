@@ -22,6 +22,7 @@ from ktransformers.config import (
     CPU_BF16S,
     CPU_PREFILLS,
     CPU_QUANT_TYPES,
+    EXPERTS_FROM,
     KV_DISK_SIZE_GB,
     KV_TYPES,
     PRECISIONS,
@@ -246,11 +247,29 @@ def add_plan_flags(group: argparse._ActionsContainer) -> None:
         "fp32 on the CPU, bf16 on GPUs (%(default)s)",
     )
     group.add_argument("--cpu_quant", metavar="TYPE", help=f"quantize experts to {', '.join(CPU_QUANT_TYPES)}")
+    _add_disk_flags(group, config)
     _add_gpu_flags(group, config)
     group.add_argument("--strict", action="store_true", help="a rule that matches nothing is an error")
     group.add_argument("--trust_remote_code", action="store_true", help="run Python files that come with the model")
     group.add_argument("--trust_rules", action="store_true", help="import classes of your own that a rule file names")
     _add_speculative_flags(group, config)
+
+
+def _add_disk_flags(group: argparse._ActionsContainer, config: EngineConfig) -> None:
+    group.add_argument(
+        "--experts_from",
+        choices=EXPERTS_FROM,
+        default=config.experts_from,
+        help="where experts that run on the CPU are: all in RAM; on the disk, in the model's files, with those that "
+        "are used most in RAM; auto: there where they do not fit otherwise (%(default)s)",
+    )
+    group.add_argument(
+        "--experts_ram",
+        type=float,
+        default=config.experts_ram,
+        metavar="GIB",
+        help="memory for experts that are read from the disk; 0: what is free, less a reserve (%(default)s)",
+    )
 
 
 def _add_gpu_flags(group: argparse._ActionsContainer, config: EngineConfig) -> None:

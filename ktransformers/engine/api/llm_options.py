@@ -50,6 +50,8 @@ class EngineKeywords(TypedDict, total=False):
     gpu_memory: float
     hot_experts: str
     lend_slots: bool
+    experts_from: str
+    experts_ram: float
     use_cuda: bool | None
     use_cuda_graph: bool | None
     attention_backend: str

@@ -6,7 +6,8 @@ The order matters: everything that can be refused is refused before the first we
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from ktransformers.cache.paged import Lenders
@@ -38,14 +39,16 @@ from ktransformers.engine.parallel.ranks.driver import Driver, made_of
 from ktransformers.engine.parallel.ranks.parallel_strategy import num_processes, parallel_strategy
 from ktransformers.engine.parallel.ranks.ranks import Alone, Ranks, Worker
 from ktransformers.engine.plan.cache_plan import CachePlan
-from ktransformers.engine.plan.planning import Hardware, PlannedDraft, Planner
+from ktransformers.engine.plan.hardware import Hardware
+from ktransformers.engine.plan.planning import PlannedDraft, Planner
 from ktransformers.engine.plan.tier_plan import open_tiers
 from ktransformers.engine.sampling.constraints import mask_of
 from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.engine.step.snapshots import snapshot_interval
 from ktransformers.engine.step.step_runtime import StepRuntime
-from ktransformers.errors import UnsupportedError
+from ktransformers.errors import UnsupportedError, WeightError
+from ktransformers.kernels.cpu.expert_store import ReadError
 from ktransformers.kernels.triton.common.compiling import loading
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.partial_sums import PassThrough
@@ -126,6 +129,7 @@ def build_engine(
         snapshot_interval=interval,
         tiers=tiers,
         hot=built.hot,
+        expert_files=built.expert_files,
         ranks=ranks,
         why_drafts_eager=built.why_drafts_eager,
     )
@@ -150,6 +154,10 @@ def _executor(built: CapturedModel, runner: ModelRunner, stats: ExpertStats) -> 
     executor.new_runtime = lambda: StepRuntime(runner)
     if built.hot.gpus:
         executor.take_hot, executor.lend = built.hot.take, built.hot.lend
+    if built.expert_files is not None:
+        built.expert_files.take()  # what ran while loading
+        executor.take_stored = built.expert_files.take
+        built.expert_files.fill()
     return executor
 
 
@@ -245,6 +253,15 @@ def build_worker(opened: OpenedModel, worker: Worker, hardware: Hardware, cache_
     return LoadedPart(runner, built.cache, built.forward.pool)
 
 
+@contextmanager
+def _reads_of_weights() -> Iterator[None]:
+    """A file of experts that cannot be read is a WeightError while loading."""
+    try:
+        yield
+    except ReadError as error:
+        raise WeightError(str(error)) from error
+
+
 def _build(
     opened: OpenedModel,
     cache_plan: CachePlan,
@@ -257,7 +274,7 @@ def _build(
     """What engines and their parts are made of. target: the model that it drafts for, whose threads it takes, and whose
     head in the place of one that it lacks. Errors as `build_engine`; whatever was started is stopped then."""
     part = open_part(opened, hardware, ranks or Alone())
-    with loading(), ExitStack() as undo:
+    with loading(), ExitStack() as undo, _reads_of_weights():
         shared = None if target is None else target.forward.pool
         planned = plan_part(part, cache_plan, stats or ExpertStats(), undo, shared)
         loaded = load_weights(planned, progress)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.warmup import WarmupShapes
 from ktransformers.engine.plan.draft_steps import why_drafts_run_eagerly
-from ktransformers.engine.plan.planning import Hardware
+from ktransformers.engine.plan.hardware import Hardware
 from ktransformers.engine.step.cuda_graphs import GraphBackend
 from ktransformers.engine.step.decode import DecodeSteps, why_not_captured
 from ktransformers.engine.step.decode_inputs import StepSize, draft_sizes

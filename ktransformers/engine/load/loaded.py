@@ -16,6 +16,7 @@ from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.models.facts import ModelFacts
+from ktransformers.operators.expert_files import ExpertFiles
 from ktransformers.optimize.plan import Plan
 from ktransformers.scheduler.config import SchedulerConfig, TierConfig
 
@@ -75,7 +76,8 @@ class LoadedModel:
 @dataclass(slots=True)
 class Engine(LoadedModel):
     """A model that runs the scheduler's steps, for one sequence or for many. why_drafts_eager: why steps with draft
-    tokens run without CUDA graphs on GPUs; None: they have some, or nothing is on a GPU."""
+    tokens run without CUDA graphs on GPUs; None: they have some, or nothing is on a GPU. expert_files: what experts are
+    read from while the model runs; None: all are in memory."""
 
     facts: ModelFacts
     executor: PagedExecutor
@@ -84,6 +86,7 @@ class Engine(LoadedModel):
     snapshot_interval: int = 0  # tokens between snapshots of states inside of a prompt; 0: none
     tiers: TierConfig | None = None  # below the cache
     hot: HotService = field(default_factory=HotService)
+    expert_files: ExpertFiles | None = None
     ranks: Ranks = field(default_factory=Alone)
     why_drafts_eager: str | None = None
 

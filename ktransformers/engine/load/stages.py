@@ -32,7 +32,8 @@ from ktransformers.engine.model.threads import settle_slow_threads, settle_torch
 from ktransformers.engine.parallel.ranks.ranks import Ranks, ResolvedPlan
 from ktransformers.engine.plan.attention import find_flash
 from ktransformers.engine.plan.cache_plan import CachePlan
-from ktransformers.engine.plan.planning import Hardware, Planned, PlannedDraft, Planner
+from ktransformers.engine.plan.hardware import Hardware
+from ktransformers.engine.plan.planning import Planned, PlannedDraft, Planner
 from ktransformers.engine.plan.tower_plan import PlannedTower
 from ktransformers.engine.step.decode import DecodeSteps
 from ktransformers.engine.step.expert_streaming import open_prefills
@@ -52,11 +53,13 @@ from ktransformers.models.mtp_config import mtp_family
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.rope import settle_rotations
 from ktransformers.operators.base import ExpertStats
+from ktransformers.operators.expert_files import ExpertFiles
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.layers.traced import hand_contexts_on, hand_on
 from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.operators.recurrent.base import RecurrentOperator
 from ktransformers.optimize.apply import apply_plan, bind_plan, load_plan
+from ktransformers.optimize.expert_slots import EXPERT_SLOTS
 from ktransformers.optimize.plan import Plan
 from ktransformers.system.cores import describe_quota
 
@@ -161,7 +164,8 @@ class ArrangedModel:
 @dataclass(frozen=True, slots=True)
 class CapturedModel:
     """A model that is ready for steps. config: as everything was resolved. facts: its own. why_drafts_eager: see
-    StepGraphs. draft: the plan of the model that drafts for it, which is loaded next; tower: likewise, for pictures."""
+    StepGraphs. draft: the plan of the model that drafts for it, which is loaded next; tower: likewise, for pictures.
+    expert_files: what its experts are read from while it runs."""
 
     config: EngineConfig
     facts: ModelFacts
@@ -175,6 +179,7 @@ class CapturedModel:
     why_drafts_eager: str | None = None
     draft: PlannedDraft | None = None
     tower: PlannedTower | None = None
+    expert_files: ExpertFiles | None = None
 
 
 def open_part(opened: OpenedModel, hardware: Hardware | None, ranks: Ranks) -> OpenedPart:
@@ -218,8 +223,14 @@ def load_weights(planned_part: PlannedPart, progress: Progress | None) -> Loaded
     """Read the weights into final form, and attach what serves operators on GPUs. Raises WeightError, CapacityError."""
     part, planned, plan = planned_part.part, planned_part.planned, planned_part.plan
     tools, batch = part.hardware.prefill_tools, planned_part.cache_plan.max_batch_size
+    files = planned.expert_files
+    if files is not None:
+        plan.devices.close_behind(files.close)
+        files.begin(planned_part.pool, plan.extra_bytes[EXPERT_SLOTS]["cpu"])
     layout = optimize_and_load_gguf(part.opened, plan, planned_part.longest, progress)
     flash = find_flash(plan, part.config.attention_backend, planned_part.page_size, part.config.kv_type)
+    if files is not None:
+        files.open(max(part.opened.facts.top_k(), 1))
     slots = {key: count for hot in planned.hots for key, count in hot.slots.items()}
     prefill = open_prefills(plan, planned.streamings, tools, batch, slots)
     hot = open_hot(plan, planned.hots, prefill, tools, batch)
@@ -288,6 +299,7 @@ def capture_steps(arranged: ArrangedModel, progress: Progress | None, why_eager:
         why_drafts_eager,
         planned.draft,
         planned.tower,
+        planned.expert_files,
     )
 
 

@@ -29,7 +29,7 @@ from ktransformers.engine.parallel.ranks.messages import (
 )
 from ktransformers.engine.parallel.ranks.ranks import Worker
 from ktransformers.engine.plan.cache_plan import CachePlan
-from ktransformers.engine.plan.planning import Hardware
+from ktransformers.engine.plan.hardware import Hardware
 from ktransformers.errors import KTransformersError, StageLostError, reason_of
 from ktransformers.system.child import become, follow_parent, framed, read_frame
 from ktransformers.system.logs import set_up_logging

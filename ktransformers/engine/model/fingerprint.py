@@ -26,13 +26,9 @@ from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.attention.rope import SettledRotation
 from ktransformers.optimize.plan import Plan
 from ktransformers.weights.digests.files import WeightDigest
+from ktransformers.weights.digests.samples import digest_of, samples, tensor_sizes
 
 __all__ = ["Identified", "ModelDigests", "ModelIdentity", "identify"]
-
-SAMPLED_TENSORS = 1024
-"""Stored tensors of which some bytes are read: a page of each, some 0.1 s from a cold disk, nothing once loaded."""
-
-SAMPLE_BYTES = 256
 
 _WHOLE = "files "
 """In front of a digest of all bytes. What earlier versions saved has digests of some."""
@@ -105,7 +101,7 @@ class ModelDigests:
         for name in _NOT_OF_THE_MODEL:
             config.pop(name, None)
         text = json.dumps(config, sort_keys=True, default=str)
-        return cls(_digest([text.encode()]), _digest(_tensor_facts(opened)), _digest(_samples(opened)))
+        return cls(digest_of([text.encode()]), digest_of(_tensor_facts(opened)), digest_of(samples(opened.source)))
 
 
 class Identified:
@@ -148,32 +144,11 @@ def _sampled(opened: OpenedModel, plan: Plan, cache: PagedCache, pool: WorkerPoo
     )
 
 
-def _digest(pieces: Iterator[bytes] | list[bytes]) -> str:
-    """Of pieces, each with its length."""
-    made = hashlib.blake2b(digest_size=32)
-    for piece in pieces:
-        made.update(len(piece).to_bytes(8, "little"))
-        made.update(piece)
-    return made.hexdigest()
-
-
 def _tensor_facts(opened: OpenedModel) -> Iterator[bytes]:
     """Names and sizes of the stored tensors; and bytes by type, because there are types of one size."""
-    for name in sorted(opened.source.stored_names()):
-        data = opened.source.stored_bytes(name)
-        yield f"{name} {0 if data is None else data.numel()}".encode()
+    yield from tensor_sizes(opened.source)
     for kind, nbytes in sorted(opened.stored.items()):
         yield f"{kind} {nbytes}".encode()
-
-
-def _samples(opened: OpenedModel) -> Iterator[bytes]:
-    names = sorted(opened.source.stored_names())
-    stride = max(-(-len(names) // SAMPLED_TENSORS), 1)
-    for name in names[::stride]:
-        data = opened.source.stored_bytes(name)
-        if data is not None:
-            middle = max((data.numel() - SAMPLE_BYTES) // 2, 0)
-            yield data[middle : middle + SAMPLE_BYTES].numpy().tobytes()
 
 
 def _arithmetic(opened: OpenedModel, plan: Plan, cache: PagedCache, pool: WorkerPool) -> dict[str, str]:
@@ -203,7 +178,7 @@ def _modules(plan: Plan) -> str:
     if any(entry.placement.generate_device != "cpu" for entry in plan.entries):
         return "some on a GPU"
     rules = [f"{entry.key} {entry.operator} {entry.generate_op} {entry.prefill_op}" for entry in plan.entries]
-    return f"all on the CPU, in the manner {_digest([line.encode() for line in rules])[:12]}"
+    return f"all on the CPU, in the manner {digest_of(line.encode() for line in rules)[:12]}"
 
 
 def _kept_layout(cache: PagedCache) -> dict[str, str]:

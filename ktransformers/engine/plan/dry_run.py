@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -15,7 +16,8 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.engine.plan.cache_plan import CachePlan
 from ktransformers.engine.plan.fit_suggestions import FitSuggestions, find_fit_suggestions
-from ktransformers.engine.plan.planning import Hardware, Planned, Planner
+from ktransformers.engine.plan.hardware import Hardware
+from ktransformers.engine.plan.planning import Planned, Planner
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.summary import Summary, summarize
 from ktransformers.system.cores import describe_threads
@@ -29,7 +31,7 @@ class DryRun:
 
     fit_suggestions: None when the model fits. num_threads: of the worker pool that would run it. threads: what decides
     where they run, see describe_threads; None when that is nothing worth saying, or --cpu_infer. long_rows: see
-    Planned.
+    Planned. expert_paths: the files of experts that are read while the model runs.
     """
 
     plan: Plan
@@ -38,6 +40,7 @@ class DryRun:
     num_threads: int
     threads: str | None = None
     long_rows: int = 0
+    expert_paths: tuple[Path, ...] = ()
 
 
 def dry_run(opened: OpenedModel, hardware: Hardware | None = None, name: str | None = None) -> DryRun:
@@ -83,7 +86,8 @@ def _dry_run(opened: OpenedModel, hardware: Hardware, name: str | None) -> DryRu
     asked = opened.config.cpu_infer
     threads = None if asked else describe_threads(settled.num_threads)
     num_threads = asked or settled.num_threads
-    return DryRun(planned.plan, summary, suggestions, num_threads, threads, planned.long_rows)
+    paths = () if planned.expert_files is None else tuple(planned.expert_files.paths)
+    return DryRun(planned.plan, summary, suggestions, num_threads, threads, planned.long_rows, paths)
 
 
 def _plan(opened: OpenedModel, hardware: Hardware) -> tuple[Planned, Hardware]:

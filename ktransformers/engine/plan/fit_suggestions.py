@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from ktransformers.config import CPU_QUANT_TYPES, EngineConfig
-from ktransformers.engine.plan.planning import Hardware, Planned
+from ktransformers.engine.plan.hardware import Hardware
+from ktransformers.engine.plan.planning import Planned
 from ktransformers.errors import KTransformersError
 from ktransformers.optimize.hot_slots import HOT_EXPERTS
 from ktransformers.optimize.plan import Plan
@@ -105,6 +106,10 @@ def _trials(planned: Planned, config: EngineConfig, hardware: Hardware) -> Itera
     held = config.cpu_quant
     quants = _QUANTS[_QUANTS.index(held) + 1 :] if held in _QUANTS else _QUANTS
     yield [(f"--cpu_quant {name}", replace(config, cpu_quant=name)) for name in quants]
+    if config.experts_from == "ram":
+        yield [("--experts_from auto", replace(config, experts_from="auto"))]
+    if config.experts_ram:
+        yield [("--experts_ram 0", replace(config, experts_ram=0.0))]
     if config.gpu_memory and hardware.has_gpus:
         yield [("--gpu_memory 0", replace(config, gpu_memory=0.0))]
     if config.use_cuda and hardware.has_gpus:
@@ -159,7 +164,7 @@ def _missing(planned: Planned, devices: tuple[str, ...]) -> int:
 
 def _joined(config: EngineConfig, suggestions: Iterable[FitSuggestion]) -> EngineConfig:
     """`config` with what every suggestion changes, --no_use_cuda aside, which undoes what the others are for."""
-    names = ("cache_lens", "kv_type", "chunk_size", "cpu_memory_size_GB", "cpu_quant", "gpu_memory")
+    names = ("cache_lens", "kv_type", "chunk_size", "cpu_memory_size_GB", "cpu_quant", "gpu_memory", "experts_ram")
     changed = {
         name: getattr(suggestion.config, name)
         for suggestion in suggestions

@@ -6,14 +6,12 @@ Knows plans and what an engine needs beside its weights; does not load anything.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-
-import torch
 
 from ktransformers.cache.paged import LayerShape, PagedCache, state_shapes
 from ktransformers.cache.state import StateCache
-from ktransformers.config import EngineConfig, hot_slots
+from ktransformers.config import hot_slots
 from ktransformers.engine.model.assistant import lenders_of
 from ktransformers.engine.model.fingerprint import ModelDigests
 from ktransformers.engine.model.hot_file import HotFile
@@ -21,13 +19,13 @@ from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.engine.model.skeleton import cache_shapes
 from ktransformers.engine.plan.attention import choose_attention, materialization_nbytes
 from ktransformers.engine.plan.cache_plan import CachePlan
+from ktransformers.engine.plan.expert_disk import open_expert_files
+from ktransformers.engine.plan.hardware import Hardware
 from ktransformers.engine.plan.kv_types import KvTypes
 from ktransformers.engine.plan.tier_plan import tier_bytes
 from ktransformers.engine.plan.tower_plan import PlannedTower, with_tower
-from ktransformers.engine.step.cuda_graphs import CudaGraphs, GraphBackend
-from ktransformers.engine.step.expert_streaming import PrefillTools, cuda_tools
-from ktransformers.engine.step.graph_sizes import DRAFT_ROWS, GRAPH_ROWS, largest_graph
-from ktransformers.errors import ConfigError, TensorMismatchError, UnsupportedError
+from ktransformers.engine.step.graph_sizes import largest_graph
+from ktransformers.errors import ConfigError, FormatError, TensorMismatchError, UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.registry import default_optimize_rules, ignorable_tensors
@@ -36,9 +34,11 @@ from ktransformers.operators.attention.mla import KMLAAttention
 from ktransformers.operators.attention.rope import KRotaryEmbedding
 from ktransformers.operators.base import ExpertStats, OperatorConfig
 from ktransformers.operators.device import Device, Devices
+from ktransformers.operators.expert_files import ExpertFiles
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.partial_sums import share_nbytes
 from ktransformers.operators.recurrent.base import RecurrentOperator
+from ktransformers.optimize.expert_slots import CHUNK_FROM_DISK, describe_slots, with_expert_slots
 from ktransformers.optimize.fill import Filling, experts_for_gpus
 from ktransformers.optimize.hot_slots import (
     HotSlots,
@@ -47,7 +47,7 @@ from ktransformers.optimize.hot_slots import (
     whole_layers_beside_slots,
     with_hot_slots,
 )
-from ktransformers.optimize.machine import Machine, detect_machine
+from ktransformers.optimize.machine import detect_machine
 from ktransformers.optimize.plan import Choices, Plan, format_bytes, make_plan
 from ktransformers.optimize.rules import Rules, load_rules
 from ktransformers.optimize.spread import spread_layers
@@ -59,85 +59,10 @@ from ktransformers.optimize.streaming import (
     with_long_steps,
     with_streaming,
 )
-from ktransformers.system.cores import usable_cores
 
-__all__ = ["Hardware", "Planned", "Planner"]
+__all__ = ["Planned", "Planner"]
 
 logger = logging.getLogger(__name__)
-
-
-_MANY_CORES = 8
-"""From so many on a service on the CPU alone has one for its other processes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hardware:
-    """The hardware that an engine runs on. Tests make up GPUs. make_graphs: how decode steps are captured on GPUs.
-
-    prefill_tools: for streaming experts to a device, None where that is not possible. graph_rows, draft_rows: of the
-    steps that are captured beside decode steps, with prompts and with draft tokens. is_served: whether a scheduler, an
-    HTTP server and clients share the processor.
-    """
-
-    machine: Machine
-    devices: Devices = field(default_factory=Devices)
-    make_graphs: Callable[[Sequence[torch.device]], GraphBackend] = CudaGraphs
-    prefill_tools: Callable[[Device], PrefillTools | None] = cuda_tools
-    graph_rows: Sequence[int] = GRAPH_ROWS
-    draft_rows: Sequence[int] = DRAFT_ROWS
-    is_served: bool = False
-
-    @property
-    def num_threads(self) -> int:
-        """Number of worker threads when nobody says how many. The thread that talks to a GPU gets a core of its own,
-        with a service's other processes: together they need less than one.
-
-        Where they must share one with a worker, the scheduler's time slices of some milliseconds hold up whole layers.
-        """
-        cores = usable_cores()
-        least = 3 if self.has_gpus else _MANY_CORES
-        return cores - 1 if (self.has_gpus or self.is_served) and cores >= least else cores
-
-    @property
-    def has_gpus(self) -> bool:
-        """Whether there is a device beside the CPU."""
-        return len(self.machine.devices) > 1
-
-    def without_gpus(self) -> Hardware:
-        """Return this hardware with the CPU alone."""
-        return replace(self, machine=replace(self.machine, devices={"cpu": self.machine.devices["cpu"]}))
-
-    def of_one_gpu(self) -> Hardware:
-        """Return this hardware with the CPU and the first GPU alone. Raises ConfigError when there is none."""
-        names = list(self.machine.devices)[:2]
-        if len(names) < 2:
-            raise ConfigError("--tensor_parallel is for several GPUs, and there is none that can be used")
-        devices = {name: self.machine.devices[name] for name in names}
-        return replace(self, machine=replace(self.machine, devices=devices))
-
-    def within(self, free: Mapping[str, int]) -> Hardware:
-        """Return this hardware with the devices of `free` alone, with so many bytes of each, of which more may be
-        free."""
-        machine = replace(self.machine, available_bytes=free["cpu"], devices=dict(free))
-        return replace(self, machine=machine)
-
-    @classmethod
-    def detect(cls, config: EngineConfig) -> Hardware:
-        """Detect this machine; its GPUs unless the configuration wants none."""
-        machine = detect_machine()
-        gpus = [name for name in machine.devices if name != "cpu"]
-        if not gpus or config.use_cuda is False:
-            asked = {
-                "--use_cuda": config.use_cuda,
-                "--gpu_memory": config.gpu_memory,
-                "--hot_experts": hot_slots(config.hot_experts) is not None,
-                "--use_cuda_graph": config.use_cuda_graph,
-                "--tower_device cuda": config.tower_device == "cuda",
-            }
-            reason = "no GPU can be used on this machine" if not gpus else "--no_use_cuda"
-            for flag in (flag for flag, value in asked.items() if value):
-                logger.warning("%s has no effect (%s): everything runs on the CPU", flag, reason)
-        return cls(machine).without_gpus() if config.use_cuda is False else cls(machine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +71,7 @@ class Planned:
 
     filling: the experts that fill GPUs. transfer: where layers go by themselves, see `spread_layers`. hots: the slots
     for experts on GPUs. draft: the plan of the model that drafts; None without one. tower: likewise, for pictures.
+    expert_files: what experts are read from while the model runs; None where none are.
     """
 
     plan: Plan
@@ -159,6 +85,7 @@ class Planned:
     hots: tuple[HotSlots, ...] = ()
     draft: PlannedDraft | None = None
     tower: PlannedTower | None = None
+    expert_files: ExpertFiles | None = None
 
     def report(self) -> None:
         """Log one line for each thing that was decided without being asked for."""
@@ -169,6 +96,10 @@ class Planned:
             logger.info("%s", self.filling)
         for hot in self.hots:
             logger.info("%s", hot)
+        if self.expert_files is not None:
+            on_gpus = any(device.is_gpu for device in self.layer_devices)
+            how = ", and the CPU computes them, in prompts, too" if on_gpus else ""
+            logger.info("%s%s (docs/disk.md)", describe_slots(self.plan), how)
         if self.draft is not None and any(device.is_gpu for device in self.layer_devices):
             logger.info("%s", self.draft)
 
@@ -186,7 +117,8 @@ class Planned:
     def expert_bytes_on_cpu(self) -> int:
         """Bytes of routed experts on the CPU that have no slot on a GPU, which decode steps read slowly."""
         entries = (e for e in self.plan.entries if isinstance(self.plan.operators.get(e.key), KTransformersExperts))
-        return sum(entry.nbytes.get("cpu", 0) for entry in entries) - sum(hot.slots_nbytes for hot in self.hots)
+        on_cpu = sum(entry.nbytes.get("cpu", 0) + entry.stored_experts for entry in entries)
+        return on_cpu - sum(hot.slots_nbytes for hot in self.hots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,16 +151,18 @@ class PlannedDraft:
 @dataclass(frozen=True, slots=True)
 class Planner:
     """Plans one model with its cache. pool: None where nothing is to be loaded. is_draft: whether it drafts for another
-    model, whose activations then lie where its own do, and for which no memory is spent on streaming its experts."""
+    model, whose activations then lie where its own do, and for which no memory is spent on streaming its experts.
+    expert_files: what experts on the CPU are read from while the model runs; None: all of them are in RAM."""
 
     opened: OpenedModel
     pool: WorkerPool | None
     cache_plan: CachePlan
     expert_stats: ExpertStats = field(default_factory=ExpertStats)
     is_draft: bool = False
+    expert_files: ExpertFiles | None = None
     _rules: list[Rules] = field(default_factory=list, repr=False, compare=False)
-    _draft_rules: list[Rules] = field(default_factory=list, init=False, repr=False, compare=False)
-    _learned: list[LearnedPicks | None] = field(default_factory=list, init=False, repr=False, compare=False)
+    _draft_rules: list[Rules] = field(default_factory=list, repr=False, compare=False)
+    _learned: list[LearnedPicks | None] = field(default_factory=list, repr=False, compare=False)
 
     def settle(self, hardware: Hardware) -> tuple[Planned, Hardware]:
         """Return the plan on `hardware`, or on its CPU alone where that fits, GPUs do not, and nobody asked for
@@ -249,6 +183,29 @@ class Planner:
             logger.warning("--sparse_attention off has no effect: the model attends to all positions anyway")
 
     def _settled(self, hardware: Hardware) -> tuple[Planned, Hardware]:
+        """Experts on the CPU are in RAM, or in files where that is asked for, or where they do not fit otherwise."""
+        config = self.opened.config
+        wanted = "ram" if self.is_draft else config.experts_from
+        if wanted == "disk":
+            return self._with_files().settled_as_it_is(hardware)
+        planned, settled = self.settled_as_it_is(hardware)
+        is_short = planned.plan.total_bytes.get("cpu", 0) > planned.plan.capacity.get("cpu", 0)
+        if wanted == "ram" or not is_short or config.pipeline > 1 or config.tensor_parallel > 1:
+            return planned, settled
+        try:
+            instead, on = self._with_files().settled_as_it_is(hardware)
+        except (ConfigError, FormatError) as error:
+            logger.warning("experts do not fit into RAM, and cannot be read from the disk as they are used: %s", error)
+            return planned, settled
+        return (planned, settled) if instead.plan.misfit() is not None else (instead, on)
+
+    def _with_files(self) -> Planner:
+        """The same for experts in files. Raises UnsupportedError where there are none, FormatError or ConfigError for a
+        packed file that is damaged, or of another model."""
+        return replace(self, expert_files=open_expert_files(self.opened))
+
+    def settled_as_it_is(self, hardware: Hardware) -> tuple[Planned, Hardware]:
+        """Return what `settle` does, with experts where this planner has them and without a word."""
         planned = self._on(hardware)
         reason = planned.plan.misfit()
         config = self.opened.config
@@ -285,7 +242,7 @@ class Planner:
         opened = self.opened
         plan, shapes = self._weights(hardware, Choices(self._divided(hardware), transfer))
         num_slots = self.cache_plan.num_slots(opened, plan, shapes)
-        chunk_size = chunk_size_for(opened.config.chunk_size, plan, opened.facts)
+        chunk_size = self._chunk_size(plan)
         num_states = self.cache_plan.num_states(shapes, num_slots, opened.config)
         extra = {"kv cache": PagedCache.size_by_place(shapes, num_slots)}
         if num_states:
@@ -331,11 +288,29 @@ class Planner:
             again = self._weights(hardware, Choices(filling.moved, transfer))[0]
             plan, streamings = with_streaming(replace(again, extra_bytes=plan.extra_bytes), streamings)
         plan, hots = with_hot_slots(plan, hots)
+        plan = with_expert_slots(plan, int(opened.config.experts_ram * 2**30), opened.facts.top_k())
         if long_rows and (not hots or plan.misfit() is not None):
             return self._whole(hardware, transfer, may_lend=False)
+        expert_files = self.expert_files if plan.stored_experts else None
         return Planned(
-            plan, chunk_size, streamings, shapes, num_slots, num_states, filling, transfer, hots, draft, tower
+            plan,
+            chunk_size,
+            streamings,
+            shapes,
+            num_slots,
+            num_states,
+            filling,
+            transfer,
+            hots,
+            draft,
+            tower,
+            expert_files,
         )
+
+    def _chunk_size(self, plan: Plan) -> int:
+        config = self.opened.config
+        chosen = chunk_size_for(config.chunk_size, plan, self.opened.facts)
+        return chosen if config.chunk_size or self.expert_files is None else max(chosen, CHUNK_FROM_DISK)
 
     def _with_long_steps(self, plan: Plan, chunk_size: int) -> tuple[Plan, int]:
         """`plan` with room for steps on memory that slots lend, where steps are those of one process and one model."""
@@ -422,7 +397,7 @@ class Planner:
         if self.opened.config.optimize_config_path is not None:
             return Filling(), plan_hot_slots(plan, source, facts, asked)
         whole = experts_for_gpus(plan, source)
-        if len(whole.moved) == whole.candidates:
+        if len(whole.moved) == whole.candidates or self.expert_files is not None:
             return whole, ()
         if asked != "auto":
             hots = plan_hot_slots(plan, source, facts, asked)
@@ -462,6 +437,7 @@ class Planner:
                 hardware.devices,
                 config.sparse_attention,
                 opened.partial_sums,
+                self.expert_files,
             ),
             source=opened.source,
             machine=hardware.machine.with_gpu_budget(int(config.gpu_memory * 2**30)),

@@ -1,9 +1,10 @@
-"""The runs of an executor, and which rows' logits a step of theirs needs. Knows no runner."""
+"""The runs of an executor, which rows' logits a step of theirs needs, and what computes it, as a protocol."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -16,25 +17,81 @@ from ktransformers.engine.media.features import PictureEncoder
 from ktransformers.engine.media.rows import PICTURE_FAILURES, RunPictures, pictures_in, why_failed
 from ktransformers.engine.sampling.logits_request import BEST_TOKEN, StepLogits
 from ktransformers.engine.sampling.sampler import RequestSampler, token_logprobs
-from ktransformers.engine.step.hidden import Pooled
+from ktransformers.engine.step.hidden import HiddenStatesHook, Pooled
 from ktransformers.errors import EngineError, KTransformersError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.context import ForwardContext
-from ktransformers.scheduler.records import NewSequence, ScheduledSequence
+from ktransformers.scheduler.records import NewSequence, RowResult, ScheduledSequence, StepPlan, StepResult
 
 __all__ = [
     "FIRST_ROW",
     "ONE_KEPT",
     "ExecutorRun",
     "KeptRows",
+    "StepRunner",
     "StepTensors",
     "begun_run",
+    "is_drafted",
     "kept_of",
+    "last_token",
     "needs_of",
     "prompt_scores",
     "rows_of",
+    "unread_result",
     "with_pictures",
 ]
+
+
+class HeldSteps(Protocol):
+    """Launches steps of a GPU before their tokens are known, see ModelRunner."""
+
+    def launch_held(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor
+    ) -> bool: ...
+
+    def release(self, token_ids: torch.Tensor, *, is_wanted: bool = True) -> None: ...
+
+    def drop_released(self) -> None: ...
+
+
+class StepRunner(Protocol):
+    """Computes flattened steps, see engine.step.runner.ModelRunner."""
+
+    @property
+    def hook(self) -> HiddenStatesHook: ...
+
+    def reduced_step(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        keep: torch.Tensor,
+        needs: Sequence[int] | None,
+    ) -> StepLogits:
+        """Run a step: logits of the rows in `keep`, or what is needed of each; None: all."""
+        ...
+
+    @property
+    def begins_ahead(self) -> bool: ...
+
+    @property
+    def runs_apart(self) -> bool:
+        """Whether a step is computed while `meanwhile` is called, which is set for it: by GPUs."""
+        ...
+
+    @property
+    def held_steps(self) -> HeldSteps | None:
+        """The runner's way to launch steps before their tokens are known; None where there is none."""
+        ...
+
+    meanwhile: Callable[[], None] | None
+    """To be called once in the step for which it is set; by runners that do not run apart before they compute."""
+
+    def begin(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor
+    ) -> None:
+        """Have the stages before this one compute a step that comes to `reduced_step` later, in this order."""
+        ...
 
 
 @dataclass(slots=True)
@@ -215,3 +272,21 @@ def rows_of(logits: StepLogits, wanted: list[int], count: int) -> StepLogits:
     if len(wanted) == count:
         return logits
     return logits[wanted] if isinstance(logits, torch.Tensor) else logits.rows(wanted)
+
+
+def is_drafted(row: ScheduledSequence, depth: int, result: RowResult) -> bool:
+    """Whether the token behind the row's depth'th draft token is the next one."""
+    return depth < row.num_drafts and result.token_id == row.token_ids[depth - row.num_drafts]
+
+
+def last_token(result: RowResult) -> int:
+    """Return the token that the next step begins with; 0 where none was drawn."""
+    *_, last = result.tokens
+    return 0 if last.token_id is None else last.token_id
+
+
+def unread_result(plan: StepPlan, error: str) -> StepResult:
+    """Return the result of a step of which nothing was computed: the requests that had rows in it end with `error`."""
+    sampled = sum(row.is_sampled for row in plan.rows)
+    failed = [(row.run_id, error) for row in plan.rows]
+    return StepResult(step_id=plan.step_id, results=[RowResult(None, error=error)] * sampled, failed=failed)

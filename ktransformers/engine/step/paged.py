@@ -9,7 +9,6 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -29,20 +28,24 @@ from ktransformers.engine.step.executor_runs import (
     ONE_KEPT,
     ExecutorRun,
     KeptRows,
+    StepRunner,
     StepTensors,
     begun_run,
+    is_drafted,
     kept_of,
+    last_token,
     needs_of,
     prompt_scores,
     rows_of,
+    unread_result,
     with_pictures,
 )
-from ktransformers.engine.step.hidden import HiddenStatesHook, Pooled
+from ktransformers.engine.step.hidden import Pooled
 from ktransformers.engine.step.kv_offload import TieredCache
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.kernels.cpu.expert_store import ReadError
 from ktransformers.media.records import MEDIA_ID_BASE
-from ktransformers.operators.context import ForwardContext
 from ktransformers.profiling.messages import StepRecord
 from ktransformers.profiling.recorder import Recorder, Runtime
 from ktransformers.scheduler.records import (
@@ -55,61 +58,9 @@ from ktransformers.scheduler.records import (
 )
 from ktransformers.scheduler.tier_records import TierResult
 
-__all__ = ["PagedExecutor", "StepRunner"]
+__all__ = ["PagedExecutor"]
 
 logger = logging.getLogger(__name__)
-
-
-class HeldSteps(Protocol):
-    """Launches steps of a GPU before their tokens are known, see ModelRunner."""
-
-    def launch_held(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor
-    ) -> bool: ...
-
-    def release(self, token_ids: torch.Tensor, *, is_wanted: bool = True) -> None: ...
-
-    def drop_released(self) -> None: ...
-
-
-class StepRunner(Protocol):
-    """Computes flattened steps, see engine.step.runner.ModelRunner."""
-
-    @property
-    def hook(self) -> HiddenStatesHook: ...
-
-    def reduced_step(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        context: ForwardContext,
-        keep: torch.Tensor,
-        needs: Sequence[int] | None,
-    ) -> StepLogits:
-        """Run a step: logits of the rows in `keep`, or what is needed of each; None: all."""
-        ...
-
-    @property
-    def begins_ahead(self) -> bool: ...
-
-    @property
-    def runs_apart(self) -> bool:
-        """Whether a step is computed while `meanwhile` is called, which is set for it: by GPUs."""
-        ...
-
-    @property
-    def held_steps(self) -> HeldSteps | None:
-        """The runner's way to launch steps before their tokens are known; None where there is none."""
-        ...
-
-    meanwhile: Callable[[], None] | None
-    """To be called once in the step for which it is set; by runners that do not run apart before they compute."""
-
-    def begin(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor
-    ) -> None:
-        """Have the stages before this one compute a step that comes to `reduced_step` later, in this order."""
-        ...
 
 
 class PagedExecutor:
@@ -120,10 +71,10 @@ class PagedExecutor:
     (structured output). eos_token_ids: see RequestSampler. recorder: takes what steps took while a profile is written;
     set between steps. new_runtime: makes what records what is below Python, for a recorder. tiers: what is below the
     cache. hand_over: called in steps that do not run apart, once others may have Python: right before they are
-    computed. take_hot: what is new of experts in slots of GPUs, see StepResult.hot; after each step. lend: called
-    before each step, with StepPlan.is_long. mend_model: see Ranks.recover. drafter: finds draft tokens that a plan
-    leaves to the engine. pictures: computes pictures; None: requests with some end. find_damage: what to say of the
-    weights where logits or an embedding are no numbers.
+    computed. take_hot: what is new of experts in slots of GPUs, see StepResult.hot; after each step. take_stored:
+    likewise, of experts in files, StepResult.stored. lend: called before each step, with StepPlan.is_long. mend_model:
+    see Ranks.recover. drafter: finds draft tokens that a plan leaves to the engine. pictures: computes pictures; None:
+    requests with some end. find_damage: what to say of the weights where logits or an embedding are no numbers.
     """
 
     recorder: Recorder | None = None
@@ -134,6 +85,7 @@ class PagedExecutor:
     hand_over: Callable[[], None] | None = None
     new_runtime: Callable[[], Runtime | None] = staticmethod(lambda: None)
     take_hot: Callable[[], tuple[int, int, int, int]] = staticmethod(lambda: (0, 0, 0, 0))
+    take_stored: Callable[[], tuple[int, int, int, float, int]] = staticmethod(lambda: (0, 0, 0, 0.0, 0))
     lend: Callable[[bool], None] = staticmethod(lambda is_long: None)
     mend_model: Callable[[], None] = staticmethod(lambda: None)
     find_damage: Callable[[], str] = staticmethod(str)
@@ -159,6 +111,7 @@ class PagedExecutor:
         self._previous: list[int] = []  # tokens that the step before sampled, by sampled row
         self._begun: dict[int, StepTensors] = {}  # by step
         self._held: StepTensors | None = None  # of the step that a GPU holds until its tokens are known
+        self._has_lost_step = False  # such a one, until `reset`
         self._step = self._new_step()  # of `execute`, which ends before the next one is written
 
     @property
@@ -175,6 +128,7 @@ class PagedExecutor:
         self._runs.clear()
         self._previous = []
         self._begun.clear()
+        self._has_lost_step = False
         steps = self.runner.held_steps
         if steps is not None:
             steps.drop_released()  # the next step is another one
@@ -221,7 +175,7 @@ class PagedExecutor:
             return
         if is_wanted:
             self._complete(held)
-        self._held = None
+        self._held, self._has_lost_step = None, not is_wanted
         steps = self.runner.held_steps
         assert steps is not None, "it holds a step"
         steps.release(held.token_ids, is_wanted=is_wanted)
@@ -273,8 +227,19 @@ class PagedExecutor:
         the whole step.
 
         meanwhile: called once the step's rows are on their way, where it `runs_apart`. Raises StageLostError where
-        `recover` helps.
+        `recover` helps. Where experts cannot be read from their files, what the step was for ends with an error, and
+        other requests go on.
         """
+        try:
+            return self._computed(plan, meanwhile)
+        except ReadError as error:
+            if self._has_lost_step:  # it has run with tokens that are none, and states with it
+                raise
+            logger.error("a step failed, and the answers that were in it end: %s", error)
+            self._previous = [0] * sum(row.is_sampled for row in plan.rows)
+            return msgspec.structs.replace(unread_result(plan, str(error)), stored=self.take_stored())
+
+    def _computed(self, plan: StepPlan, meanwhile: Callable[[], None] | None) -> StepResult:
         began_ns = time.monotonic_ns()
         self._end(plan.ended)
         if plan.tiers is not None and self.tiers is not None:
@@ -295,7 +260,7 @@ class PagedExecutor:
             sampling_ns = time.monotonic_ns()
             results = self._sample(rows, inputs.runs, rows_of(logits, kept.sampled, len(kept.rows)))
             results = self._embedded(rows, inputs.runs, results)
-            self._previous = [_last_token(result) for result in results]
+            self._previous = [last_token(result) for result in results]
             # Before the next step goes on, whose experts are counted in the same places.
             experts, counts = self._experts_used() if self.counts_experts else ((0, 0, 0), b"")
             self._release(is_wanted=True)
@@ -320,6 +285,7 @@ class PagedExecutor:
             experts=experts,
             expert_counts=counts,
             hot=self.take_hot(),
+            stored=self.take_stored(),
             failed=[(row.run_id, run.failure) for row, run in zip(rows, inputs.runs, strict=True) if run.failure],
             tiers=self._tier_result((ended_ns - copied_ns) / 1e9),
         )
@@ -443,7 +409,7 @@ class PagedExecutor:
             for i, result in zip(left, results, strict=True):
                 if not depth or result.error is None:  # else the next step has the error, as without drafts
                     found[i].append(result)
-            left = [i for i, result in zip(left, results, strict=True) if _is_drafted(sampled[i][1], depth, result)]
+            left = [i for i, result in zip(left, results, strict=True) if is_drafted(sampled[i][1], depth, result)]
             depth += 1
         return [first if not more else msgspec.structs.replace(first, more=more) for first, *more in found]
 
@@ -473,16 +439,6 @@ class PagedExecutor:
         """The log probabilities of the prompt tokens behind positions row.start, ..., from these positions' logits."""
         entries = prompt_scores(self._runs[row.run_id], row, logits, self._pool)
         return PromptLogprobs(run_id=row.run_id, start=row.start + 1, entries=entries)
-
-
-def _is_drafted(row: ScheduledSequence, depth: int, result: RowResult) -> bool:
-    """Whether the token behind the row's depth'th draft token is the next one."""
-    return depth < row.num_drafts and result.token_id == row.token_ids[depth - row.num_drafts]
-
-
-def _last_token(result: RowResult) -> int:
-    *_, last = result.tokens
-    return 0 if last.token_id is None else last.token_id
 
 
 def _whole(logits: StepLogits) -> torch.Tensor:

@@ -18,6 +18,7 @@ from ktransformers.kernels.cpu.base import (
     has_bf16,
     lacking_isa,
 )
+from ktransformers.kernels.cpu.expert_store import ExpertStore
 from ktransformers.kernels.cpu.grids import grid_values
 from ktransformers.kernels.cpu.kv import write_kv
 from ktransformers.kernels.cpu.moe import MoeKernel
@@ -45,6 +46,7 @@ __all__ = [
     "NATIVE_TYPES",
     "PACKED_TYPES",
     "REBUILD",
+    "ExpertStore",
     "Isa",
     "MoeKernel",
     "WorkerPool",

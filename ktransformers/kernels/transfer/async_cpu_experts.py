@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ktransformers.errors import EngineError
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
+from ktransformers.kernels.cpu.expert_store import ReadError
 from ktransformers.kernels.extension import extension
 from ktransformers.kernels.transfer.cuda import StreamDriver
 
@@ -280,12 +281,15 @@ class AsyncCpuExperts:
         self._num_tokens_memory[0] = num_tokens
 
     def check(self) -> None:
-        """Raise EngineError for the first forward that failed since the last check. See a step's end first."""
+        """Raise EngineError for the first forward that failed since the last check, ReadError where experts cannot be
+        read. See a step's end first."""
         if not self._handle.has_error:
             return
         layer = self._handle.failed_layer
         try:
             self._handle.check()
+        except ReadError:
+            raise  # of a file: the next forward may find what it needs
         except (IndexError, RuntimeError, ValueError, MemoryError) as error:
             raise EngineError(f"the CPU's experts failed in layer {layer} of those on the CPU: {error}") from error
 

@@ -20,6 +20,8 @@ from ktransformers.config import CPU_BF16S, CPU_PREFILLS
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.kernels.cpu.base import CpuLayout, Isa
+from ktransformers.kernels.cpu.expert_store import RecordLayout
 from ktransformers.kernels.types import (
     ExpertWeight,
     ExpertWeights,
@@ -32,9 +34,10 @@ from ktransformers.kernels.types import (
     WeightType,
 )
 from ktransformers.operators.base import OperatorConfig
-from ktransformers.weights.source import TensorInfo
+from ktransformers.weights.source import ExpertsInfo, TensorInfo
+from ktransformers.weights.stored_experts.records import Matrix, record_layout
 
-__all__ = ["CpuProducts", "pack_experts", "pack_matrix", "resident_nbytes"]
+__all__ = ["CpuProducts", "experts_record", "pack_experts", "pack_matrix", "resident_nbytes"]
 
 logger = logging.getLogger(__name__)
 
@@ -78,10 +81,7 @@ class CpuProducts:
 
 def resident_nbytes(info: TensorInfo, products: CpuProducts) -> int:
     """Return the resident bytes of a matrix [N, K], or of E matrices [E, N, K], after `pack_matrix`."""
-    if len(info.shape) < 2 or (info.resident_type is QuantType.BF16 and not products.takes_bf16):
-        return info.nbytes
-    is_fp8 = info.resident_type is OwnType.F8_E4M3
-    if not is_fp8 and not cpu.can_pack(info.resident_type, info.shape[-1], cpu.active_isa()):
+    if len(info.shape) < 2 or not _has_tiles(info.resident_type, info.shape[-1], cpu.active_isa(), products.takes_bf16):
         return info.nbytes
     count = info.shape[0] if len(info.shape) == 3 else 1
     return count * cpu.packed_nbytes(info.resident_type, info.shape[-2], info.shape[-1])
@@ -118,11 +118,14 @@ def _say_exact(qtype: GroupType) -> None:
 
 
 def _is_packed(weight: ExpertWeight, pool: WorkerPool, takes_bf16: bool) -> TypeGuard[RawTensor | Fp8Matrix]:
-    if isinstance(weight, RawTensor):
-        if weight.qtype is QuantType.BF16 and not takes_bf16:
-            return False  # the packed form is for products of bf16 alone
-        return cpu.can_pack(weight.qtype, weight.cols, pool.isa)
-    return isinstance(weight, Fp8Matrix)
+    return not isinstance(weight, PackedTensor) and _has_tiles(weight.qtype, weight.shape[-1], pool.isa, takes_bf16)
+
+
+def _has_tiles(qtype: WeightType, cols: int, isa: Isa, takes_bf16: bool) -> bool:
+    """Whether matrices of this type with `cols` columns are packed."""
+    if qtype is QuantType.BF16 and not takes_bf16:
+        return False  # the packed form is for products of bf16 alone
+    return qtype is OwnType.F8_E4M3 or cpu.can_pack(qtype, cols, isa)
 
 
 def _packed_all(weights: Sequence[ExpertWeight], pool: WorkerPool) -> list[PackedTensor]:
@@ -177,3 +180,20 @@ def pack_experts(
     assert up is not None
     assert down is not None
     return ExpertWeights(gate, up, down, weights.gate_bias, weights.up_bias, weights.down_bias)
+
+
+def experts_record(info: ExpertsInfo, products: CpuProducts) -> RecordLayout:
+    """Return how the matrices of one expert lie behind each other after `pack_experts`."""
+    parts = [None if part is None else _matrix(part, products) for part in (info.gate, info.up, info.down)]
+    up, down = parts[1], parts[2]
+    assert up is not None
+    assert down is not None
+    return record_layout(parts[0], up, down)
+
+
+def _matrix(info: TensorInfo, products: CpuProducts) -> Matrix:
+    qtype, (_, rows, cols) = info.resident_type, info.shape
+    layout = CpuLayout.ROWS
+    if _has_tiles(qtype, cols, cpu.active_isa(), products.takes_bf16):
+        layout = CpuLayout.TILES_BF16 if _takes_bf16(products, qtype) else CpuLayout.TILES
+    return Matrix(qtype, rows, cols, layout)

@@ -32,6 +32,7 @@ PART_COLORS = {
     "sampling": "#e377a2",
     "wait_cpu": "#e15759",
     "copy": "#7f6fd0",
+    "wait_disk": "#a0522d",
     "gpu": "#b8a1cf",
     "host": "#6c7686",
 }
@@ -78,9 +79,12 @@ def numbers(values: npt.ArrayLike) -> list[Any]:
 
 def part_name(part: str) -> str:
     """Return the name of a part of a step as people say it: "wait for CPU" for "wait_cpu"."""
-    return {"wait_cpu": "wait for CPU", "lm_head": "LM head", "gpu": "GPU, not timed by part"}.get(
-        part, part.replace("_", " ")
-    )
+    return {
+        "wait_cpu": "wait for CPU",
+        "wait_disk": "wait for disk",
+        "lm_head": "LM head",
+        "gpu": "GPU, not timed by part",
+    }.get(part, part.replace("_", " "))
 
 
 def axis(title: str, **options: Any) -> dict[str, Any]:

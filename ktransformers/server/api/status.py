@@ -81,6 +81,19 @@ def _hot_experts(stats: BackendStats) -> dict[str, int] | None:
     }
 
 
+def _stored_experts(stats: BackendStats) -> dict[str, int | float] | None:
+    if not isinstance(stats, BalanceStats) or not stats.engine.num_stored_hits + stats.engine.num_stored_misses:
+        return None
+    engine = stats.engine
+    return {
+        "hits": engine.num_stored_hits,
+        "misses": engine.num_stored_misses,
+        "read_bytes": engine.stored_bytes_read,
+        "wait_seconds": engine.stored_seconds_waited,
+        "read_errors": engine.num_stored_errors,
+    }
+
+
 def _replicas(stats: BackendStats) -> list[dict[str, Any]] | None:
     if not isinstance(stats, ClusterStats):
         return None
@@ -124,6 +137,7 @@ def _status(service: Service) -> dict[str, Any]:
         "memory": memory,
         "experts": _experts(stats),
         "hot_experts": _hot_experts(stats),
+        "stored_experts": _stored_experts(stats),
         "replicas": _replicas(stats),
         "models": None if service.group is None else service.group.described(),
         "requests": service.recent.described(),

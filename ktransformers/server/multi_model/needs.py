@@ -45,7 +45,7 @@ class ModelNeeds:
     {device: bytes} that are free now.
 
     cache_lens, chunk_size, uses_gpus: what was left to the plan. error: why it cannot run; all else is empty then.
-    ram_bytes: of the machine.
+    ram_bytes: of the machine. expert_slots: bytes of RAM for experts that stay in files; 0: none do.
     """
 
     nbytes: dict[str, int] = field(default_factory=dict)
@@ -54,6 +54,7 @@ class ModelNeeds:
     cache_lens: int = 0
     chunk_size: int = 0
     uses_gpus: bool = False
+    expert_slots: int = 0
     error: str = ""
 
 
@@ -72,6 +73,8 @@ def pinned(config: EngineConfig, needs: ModelNeeds) -> EngineConfig:
         cache_lens=needs.cache_lens,
         chunk_size=needs.chunk_size,
         use_cuda=needs.uses_gpus if config.use_cuda is None else config.use_cuda,
+        experts_from="disk" if needs.expert_slots else "ram",
+        experts_ram=needs.expert_slots / 2**30,
     )
 
 
@@ -89,7 +92,9 @@ def plan_needs(model: ToPlan) -> ModelNeeds:
     from ktransformers.engine.model.opened import open_model
     from ktransformers.engine.plan.cache_plan import CachePlan
     from ktransformers.engine.plan.dry_run import on_one_thread
-    from ktransformers.engine.plan.planning import Hardware, Planner
+    from ktransformers.engine.plan.hardware import Hardware
+    from ktransformers.engine.plan.planning import Planner
+    from ktransformers.optimize.expert_slots import EXPERT_SLOTS
 
     try:
         opened = open_model(model.config)
@@ -112,6 +117,7 @@ def plan_needs(model: ToPlan) -> ModelNeeds:
         cache_lens=planned.num_slots,
         chunk_size=planned.chunk_size,
         uses_gpus=bool(placed - {"cpu"}),
+        expert_slots=planned.plan.extra_bytes.get(EXPERT_SLOTS, {}).get("cpu", 0),
     )
 
 

@@ -107,6 +107,14 @@ class _BackendCollector(Collector):
             ("upload_bytes", "Copied to slots.", engine.hot_upload_bytes),
         ):
             yield self._counter(f"ktransformers:hot_expert_{name}", text, value)
+        for name, text, count in (
+            ("hits", "Experts in files that steps used, and found in RAM.", engine.num_stored_hits),
+            ("misses", "Experts in files that steps used, and had to read.", engine.num_stored_misses),
+            ("read_bytes", "Read from files of experts.", engine.stored_bytes_read),
+            ("wait_seconds", "Time that steps waited for experts from files.", engine.stored_seconds_waited),
+            ("read_errors", "Reads of experts that failed.", engine.num_stored_errors),
+        ):
+            yield self._counter(f"ktransformers:stored_expert_{name}", text, count)
 
     def _of_tiers(self, tiers: TierStats) -> Iterator[Metric]:
         for tier, used, most in (

@@ -15,13 +15,13 @@ from ktransformers.errors import TensorMismatchError, UnsupportedError
 from ktransformers.kernels.cpu.pages import page_out
 from ktransformers.kernels.types import ExpertWeights, Fp8Matrix, QuantType, RawTensor, block_size, row_bytes, row_head
 from ktransformers.models.facts import ModelFacts
-from ktransformers.weights.experts import RawMatrix, check_exact, check_expert_shape, expert_info, load_matrices
+from ktransformers.weights.experts import RawMatrix, StoredMatrices, check_exact, check_expert_shape, expert_info
 from ktransformers.weights.gguf.file import OTHER_FILE, GGUFModel
 from ktransformers.weights.gguf.names import Change, GGUFNames, Stored, ignorable_gguf, is_of_other_parts, is_table
 from ktransformers.weights.gguf.recurrent_names import Form
 from ktransformers.weights.mapped_file import typed_view
 from ktransformers.weights.quantize.transcode import dequantize, resident_type, transcode
-from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo
+from ktransformers.weights.source import ExpertBiases, ExpertsInfo, ExpertsLayout, MappedExperts, TensorInfo
 
 __all__ = ["GGUFSource"]
 
@@ -180,20 +180,24 @@ class GGUFSource:
 
         Raises TensorMismatchError when an expert is missing or has the wrong shape.
         """
+        return self._stored_experts(key, layout, quantize_to).load()
+
+    def mapped_experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> MappedExperts:
+        """Return the experts of module `key` as views of the mapped files, or why there are none. Raises as
+        `experts`.
+        """
+        return self._stored_experts(key, layout, quantize_to).mapped()
+
+    def _stored_experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None) -> StoredMatrices:
         projections = self._projections(key, layout)
         info = self.find_experts(key, layout, quantize_to)
         if projections is None or info is None:
             raise TensorMismatchError(
                 f"the GGUF files hold no experts for {key!r}; they are incomplete or of another model"
             )
-        loaded: dict[str, Sequence[RawTensor | Fp8Matrix]] = {}
-        for part, projection in projections.items():
-            target = getattr(info, part).resident_type
-            loaded[part] = load_matrices([RawMatrix(raw) for raw in projection.matrices(self._model.raw)], target)
+        parts = {part: list(map(RawMatrix, found.matrices(self._model.raw))) for part, found in projections.items()}
         biases = {part: dequantize(self._model.raw(name), name) for part, name in self._bias_names(key, layout).items()}
-        return ExpertWeights(
-            loaded.get("gate"), loaded["up"], loaded["down"], biases.get("gate"), biases.get("up"), biases.get("down")
-        )
+        return StoredMatrices(info, parts, ExpertBiases(**biases))
 
     def _found(self, name: str) -> Stored:
         stored = self._names.find(name)

@@ -30,10 +30,10 @@ from ktransformers.weights.experts import (
     BlockScaledMatrix,
     ExpertMatrix,
     FloatMatrix,
+    StoredMatrices,
     check_exact,
     check_expert_shape,
     expert_info,
-    load_matrices,
 )
 from ktransformers.weights.mapped_file import typed_view
 from ktransformers.weights.safetensors.file import SafetensorsModel
@@ -41,7 +41,7 @@ from ktransformers.weights.safetensors.fused_experts import FusedPart, by_expert
 from ktransformers.weights.safetensors.low_bits import LowBitTensor, find_low_bits
 from ktransformers.weights.safetensors.merged import MergedExperts, MergedTensors, merged_info
 from ktransformers.weights.safetensors.quantization import check_quantization, scale_block, scale_names
-from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo
+from ktransformers.weights.source import ExpertBiases, ExpertsInfo, ExpertsLayout, MappedExperts, TensorInfo
 
 __all__ = ["SafetensorsSource"]
 
@@ -207,23 +207,23 @@ class SafetensorsSource:
 
         Raises TensorMismatchError when an expert is missing or has the wrong shape.
         """
+        return self._stored_experts(key, layout, quantize_to).load()
+
+    def mapped_experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> MappedExperts:
+        """Return the experts of module `key` as views of the mapped files, or why there are none."""
+        return self._stored_experts(key, layout, quantize_to).mapped()
+
+    def _stored_experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None) -> StoredMatrices:
         info = self.find_experts(key, layout, quantize_to)
         merged = self._merged_experts(key, layout)
         if self._merged is not None and merged is not None and info is not None:
-            parts = {part: self._merged.matrices(found) for part, found in merged.items()}
-            raw = {part: load_matrices(found, getattr(info, part).resident_type) for part, found in parts.items()}
-            return ExpertWeights(raw.get("gate"), raw["up"], raw["down"], None, None, None)
+            blocks = {part: self._merged.matrices(found) for part, found in merged.items()}
+            return StoredMatrices(info, blocks, ExpertBiases())
         stored = self._expert_names(key, layout)
         if info is None or stored is None:
             raise TensorMismatchError(f"the safetensors files hold no experts for {key!r}; are they of another model?")
-        loaded = {
-            part: load_matrices(self._matrices(part, names, layout), getattr(info, part).resident_type)
-            for part, names in stored.items()
-        }
-        biases = self._biases(key, layout)
-        return ExpertWeights(
-            loaded.get("gate"), loaded["up"], loaded["down"], biases.get("gate"), biases.get("up"), biases.get("down")
-        )
+        parts = {part: self._matrices(part, names, layout) for part, names in stored.items()}
+        return StoredMatrices(info, parts, ExpertBiases(**self._biases(key, layout)))
 
     # -- dense tensors
 

@@ -17,7 +17,7 @@ import pytest
 from ktransformers.config import EngineConfig
 from ktransformers.core import TokenEvent
 from ktransformers.engine.plan import planning
-from ktransformers.engine.plan.planning import Hardware
+from ktransformers.engine.plan.hardware import Hardware
 from ktransformers.errors import CapacityError, ConfigError, EngineError
 from ktransformers.optimize.machine import Machine
 from ktransformers.server.app import create_app

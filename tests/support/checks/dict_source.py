@@ -8,7 +8,7 @@ import torch
 
 from ktransformers.errors import TensorMismatchError
 from ktransformers.kernels.types import ExpertWeights, Fp8Matrix, QuantType, RawTensor
-from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo
+from ktransformers.weights.source import ExpertBiases, ExpertsInfo, ExpertsLayout, MappedExperts, TensorInfo
 
 
 def raw_f32(tensor: torch.Tensor) -> RawTensor:
@@ -89,3 +89,8 @@ class DictSource:
             up_bias=None if up_bias is None else up_bias.contiguous(),
             down_bias=self._get(f"{key}.down_proj_bias").float().contiguous() if layout.has_bias else None,
         )
+
+    def mapped_experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> MappedExperts:
+        made = self.experts(key, layout, quantize_to)
+        biases = ExpertBiases(made.gate_bias, made.up_bias, made.down_bias)
+        return MappedExperts(None, None, None, biases, "a state dict is in no file")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 PARTS = (
     "other", "norm", "linear", "attention", "recurrent", "router", "experts", "shared_experts", "mlp", "embedding",
-    "lm_head", "sampling", "wait_cpu", "copy", "gpu", "host",
+    "lm_head", "sampling", "wait_cpu", "copy", "wait_disk", "gpu", "host",
 )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from ktransformers.optimize.machine import Machine
 from ktransformers.optimize.plan import Plan, make_plan
 from ktransformers.optimize.rules import Rules, parse_rules
 from ktransformers.system.shipped_rules import shipped_path
-from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo
+from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, MappedExperts, TensorInfo
 from tests.support.models.tiny_models import tiny_config
 
 GIB = 1 << 30
@@ -93,6 +93,9 @@ class FakeSource:
         return ExpertsInfo(part, part, part, (f"{key}.all",), nbytes)
 
     def experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertWeights:
+        raise NotImplementedError
+
+    def mapped_experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> MappedExperts:
         raise NotImplementedError
 
 

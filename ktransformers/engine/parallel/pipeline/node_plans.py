@@ -21,7 +21,8 @@ from ktransformers.engine.parallel.pipeline.nodes import LayerCost, Node, best_s
 from ktransformers.engine.parallel.pipeline.stages import cut_stage, joined_layers
 from ktransformers.engine.plan.cache_plan import CachePlan
 from ktransformers.engine.plan.dry_run import on_one_thread
-from ktransformers.engine.plan.planning import Hardware, Planned, Planner
+from ktransformers.engine.plan.hardware import Hardware
+from ktransformers.engine.plan.planning import Planned, Planner
 from ktransformers.errors import CapacityError
 from ktransformers.models.facts import ModelFacts
 from ktransformers.operators.device import Device, Devices
@@ -102,6 +103,7 @@ def plan_nodes(reopen: Callable[[EngineConfig], OpenedModel], config: EngineConf
 
 
 def _planned(opened: OpenedModel, node: Node) -> Planned:
+    opened = replace(opened, config=replace(opened.config, experts_from="ram"))  # else anything fits
     return Planner(opened, None, CachePlan.of(opened)).settle(_hardware(node))[0]
 
 

@@ -25,7 +25,7 @@ from ktransformers.engine.parallel.ranks.parallel_strategy import ParallelStrate
 from ktransformers.engine.parallel.ranks.ranks import Ranks, ResolvedPlan, Sizes, numbers_of
 from ktransformers.engine.parallel.ranks.worker_group import WorkerGroup
 from ktransformers.engine.parallel.ranks.worker_handles import LocalWorker, OnDeath, RemoteWorker, WorkerHandle
-from ktransformers.engine.plan.planning import Hardware
+from ktransformers.engine.plan.hardware import Hardware
 from ktransformers.engine.step.broadcast import StepBlocks, StepBroadcast
 from ktransformers.errors import CapacityError, ConfigError, EngineError
 from ktransformers.operators.context import ForwardContext
@@ -39,7 +39,7 @@ __all__ = ["DETECT", "Driver", "made_of"]
 
 logger = logging.getLogger(__name__)
 
-DETECT = "ktransformers.engine.plan.planning:Hardware.detect"
+DETECT = "ktransformers.engine.plan.hardware:Hardware.detect"
 """How a process beside the driver finds what it runs on; tests make GPUs up."""
 
 

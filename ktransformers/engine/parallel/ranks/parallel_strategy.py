@@ -17,7 +17,7 @@ from ktransformers.engine.parallel.pipeline.memory_budgets import StageMemoryBud
 from ktransformers.engine.parallel.pipeline.stages import cut_stage, stage_weights
 from ktransformers.engine.parallel.tensor_parallel.cut import cut_model
 from ktransformers.engine.parallel.tensor_parallel.group import TensorGroup
-from ktransformers.engine.plan.planning import Hardware
+from ktransformers.engine.plan.hardware import Hardware
 from ktransformers.optimize.machine import Machine
 
 __all__ = ["ParallelStrategy", "PipelineStrategy", "TensorParallelStrategy", "num_processes", "parallel_strategy"]

@@ -12,7 +12,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.engine.parallel.ranks.messages import Begin, Captured, Loaded, Start
 from ktransformers.engine.parallel.ranks.parallel_strategy import ParallelStrategy, parallel_strategy
-from ktransformers.engine.plan.planning import Hardware
+from ktransformers.engine.plan.hardware import Hardware
 from ktransformers.engine.step.broadcast import StepBlocks, StepBroadcast
 from ktransformers.engine.step.decode import MAX_GRAPH_ROWS
 from ktransformers.engine.step.decode_inputs import StepSize

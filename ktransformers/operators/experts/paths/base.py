@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Generic, TypeVar
 
 import torch
@@ -20,8 +20,9 @@ from ktransformers.kernels.triton.experts.router import Chosen
 from ktransformers.kernels.types import ActivationSpec, ExpertWeights
 from ktransformers.operators.base import OperatorConfig, OperatorRuntime, Placement, Requirements
 from ktransformers.operators.device import Device, to_input
+from ktransformers.operators.expert_files import ExpertRecords
 from ktransformers.operators.experts.resident import bias_nbytes, can_be_copied, why_not_on_gpu
-from ktransformers.operators.linear.packed import CpuProducts, resident_nbytes
+from ktransformers.operators.linear.packed import CpuProducts, experts_record, resident_nbytes
 from ktransformers.operators.usage import ExpertUsage
 from ktransformers.weights.expert_parts import ExpertColumns
 from ktransformers.weights.source import ExpertsInfo, ExpertsLayout, TensorInfo, WeightSource
@@ -107,11 +108,25 @@ class LayerExperts:
         """Return the bytes of all experts in the CPU's memory, as its kernels take them, biases included."""
         return info.nbytes + sum(resident_nbytes(part, self.products) - part.nbytes for part in _projections(info))
 
+    def records(self, source: WeightSource) -> ExpertRecords:
+        """Return the experts as files have them, of which a store reads them. Errors as `ExpertFiles.find`."""
+        files, plain = self.config.expert_files, replace(self.layout, has_bias=False)
+        assert files is not None, "experts are in RAM"
+        record = experts_record(self.find(source), self.products)
+        return files.find(
+            self.key,
+            record,
+            self.layout.num_experts,
+            lambda: source.mapped_experts(self.key, plain, self.config.cpu_quant),
+        )
+
     def copied_nbytes(self, source: WeightSource) -> tuple[int, int] | None:
         """Return the bytes of one expert in the CPU's memory and of all experts' biases; None when GPU kernels cannot
-        compute the experts from those bytes.
+        compute the experts from those bytes, or when not all of them are there.
         """
-        if self.device.is_gpu or why_not_on_gpu(self.layout, self.function.activation) is not None:
+        if self.config.expert_files is not None or self.device.is_gpu:
+            return None
+        if why_not_on_gpu(self.layout, self.function.activation) is not None:
             return None
         info = self.find(source)
         if not all(can_be_copied(part.resident_type) for part in _projections(info)):

@@ -11,8 +11,10 @@ import torch
 from typing_extensions import override
 
 from ktransformers.kernels.cpu import MoeKernel
+from ktransformers.kernels.types import ExpertWeights
 from ktransformers.operators.base import Requirements
 from ktransformers.operators.experts.paths.base import InlinePath, LayerExperts
+from ktransformers.operators.experts.resident import bias_nbytes
 from ktransformers.operators.linear.packed import pack_experts
 from ktransformers.weights.source import WeightSource
 
@@ -37,7 +39,8 @@ class HostPath(InlinePath):
 
 
 class NativePath(HostPath):
-    """Computes experts on the CPU's SIMD units, on the file's own blocks."""
+    """Computes experts on the CPU's SIMD units, on the file's own blocks: in RAM, or in the slots of a store that reads
+    them from files."""
 
     NAME: ClassVar[str] = "native"
 
@@ -47,12 +50,27 @@ class NativePath(HostPath):
         return not layer.device.is_gpu and layer.function.activation is not None
 
     @override
+    def requirements(self, source: WeightSource) -> Requirements:
+        if self.layer.config.expert_files is None:
+            return super().requirements(source)
+        info = self.layer.find(source)
+        needs = self.layer.requirements(info, bias_nbytes(info))
+        needs.stored_experts = self.layer.records(source).nbytes
+        return needs
+
+    @override
     def load(self, source: WeightSource) -> None:
-        super().load(source)
-        layer, activation = self.layer, self.layer.function.activation
-        assert layer.weights is not None
+        layer, activation, store = self.layer, self.layer.function.activation, None
         assert activation is not None
-        layer.kernel = MoeKernel(layer.weights, activation, layer.config.require_pool(), layer.number)
+        files = layer.config.expert_files
+        if files is None:
+            super().load(source)
+        else:
+            store = files.add(layer.number, layer.records(source))
+            biases = source.mapped_experts(layer.key, layer.layout, layer.config.cpu_quant).biases
+            layer.weights = ExpertWeights(None, (), (), *biases)
+        assert layer.weights is not None
+        layer.kernel = MoeKernel(layer.weights, activation, layer.config.require_pool(), layer.number, store)
         layer.config.expert_stats.watch(layer.kernel)
 
     @override

@@ -1,0 +1,67 @@
+// The Python face of ops/store; see bind.cpp.
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <tuple>
+
+#include "bind/args.h"
+#include "bind/bind.h"
+#include "ops/store/expert_store.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+using Part = std::tuple<int, int64_t, int64_t, int, int64_t>;  // type, rows, cols, layout, offset in the record
+using Place = std::tuple<int32_t, int64_t, int64_t>;           // file, offset, bytes
+
+int64_t add_layer(kt::ExpertStore& store, const std::vector<Part>& parts, int64_t record_nbytes,
+                  const std::vector<std::vector<Place>>& extents) {
+  std::vector<kt::RecordPart> made;
+  for (const auto& [type, rows, cols, layout, offset] : parts)
+    made.push_back({kt::weight_at(0, type, rows, cols, layout), offset});
+  std::vector<std::vector<kt::Extent>> places;
+  for (const std::vector<Place>& of_expert : extents) {
+    places.emplace_back();
+    for (const auto& [file, offset, nbytes] : of_expert) places.back().push_back({file, offset, nbytes});
+  }
+  return store.add_layer(std::move(made), record_nbytes, places);
+}
+
+}  // namespace
+
+void bind_store(nb::module_& m) {
+  using kt::ExpertStore;
+  nb::exception<kt::ReadError>(m, "ReadError", PyExc_RuntimeError);
+  nb::exception<kt::StoreTooSmall>(m, "StoreTooSmall", PyExc_RuntimeError);
+  m.attr("DISK_BLOCK") = kt::kDiskBlock;
+  nb::class_<ExpertStore>(m, "ExpertStore")
+      .def(
+          "__init__",
+          [](ExpertStore* self, const std::vector<std::string>& paths, const kt::WorkerPool& pool, int num_threads) {
+            new (self) ExpertStore(paths, pool.kernels(), num_threads);
+          },
+          nb::arg("paths"), nb::arg("pool"), nb::arg("num_threads"))
+      .def("is_direct", &ExpertStore::is_direct, nb::arg("file"))
+      .def("add_layer", &add_layer, nb::arg("parts"), nb::arg("record_nbytes"), nb::arg("extents"))
+      .def("open", &ExpertStore::open, nb::arg("budget_nbytes"), nb::arg("top_k"),
+           nb::call_guard<nb::gil_scoped_release>())
+      .def("fill", &ExpertStore::fill, nb::arg("scores"), nb::arg("wait"), nb::call_guard<nb::gil_scoped_release>())
+      .def("close", &ExpertStore::close, nb::call_guard<nb::gil_scoped_release>())
+      .def("scores", &ExpertStore::scores)
+      .def("stats",
+           [](ExpertStore& self) {
+             const kt::StoreStats s = self.stats();
+             return std::make_tuple(s.hits, s.misses, s.bytes_read, s.waited_ns, s.read_errors, s.num_slots,
+                                    s.num_records, s.num_filled, s.slot_nbytes);
+           })
+      // For tests, see ops/store/reader.h.
+      .def("_held", &ExpertStore::held)
+      .def(
+          "_hold", [](ExpertStore& self, bool is_held) { self.reader().hold(is_held); }, nb::arg("is_held"))
+      .def(
+          "_fail_next", [](ExpertStore& self, int count) { self.reader().fail_next(count); }, nb::arg("count"))
+      .def("_slow_down", [](ExpertStore& self, int times) { self.reader().slow_down(times); }, nb::arg("times"));
+}

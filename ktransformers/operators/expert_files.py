@@ -1,0 +1,141 @@
+"""The experts of a model that stay in its files while it runs, and the store that reads them.
+
+    planned    find: where the experts of each layer are; headers alone are read
+    loaded     begin, add: the layers that are placed so; open: slots in RAM
+    runs       kernels read by the store; fill: what is used most, or was before
+    over       close
+
+Knows no operators; a layer is the name of its experts' module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ktransformers.errors import UnsupportedError
+from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.kernels.cpu.expert_store import ExpertStore, Extent, RecordLayout, StoreStats
+from ktransformers.system.file_kinds import size_of
+from ktransformers.weights.source import MappedExperts
+from ktransformers.weights.stored_experts.mapped import mapped_extents
+from ktransformers.weights.stored_experts.reading import StoredExperts
+
+__all__ = ["ExpertFiles", "ExpertRecords"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRecords:
+    """The experts of a layer as files have them. extents: of each expert, one for all of it or one for each matrix;
+    none where a shape stands for files.
+    """
+
+    layout: RecordLayout
+    num_experts: int
+    extents: Sequence[Sequence[Extent]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all experts in slots."""
+        return self.layout.nbytes * self.num_experts
+
+
+@dataclass(slots=True, eq=False)
+class ExpertFiles:
+    """The files of one model's experts, and its store from `begin` on. files: those of the model; none of a shape that
+    stands for files. packed: the file that `ktransformers pack` wrote, which is read in their place; None without one.
+    """
+
+    files: Sequence[Path]
+    packed: StoredExperts | None = None
+    _store: ExpertStore | None = field(default=None, init=False)
+    _found: dict[tuple[str, RecordLayout], ExpertRecords] = field(default_factory=dict, init=False)
+    _taken: StoreStats | None = field(default=None, init=False)
+
+    @property
+    def paths(self) -> Sequence[Path]:
+        """The files that are read."""
+        return self.files if self.packed is None else self.packed.files
+
+    def find(
+        self, key: str, layout: RecordLayout, num_experts: int, mapped: Callable[[], MappedExperts]
+    ) -> ExpertRecords:
+        """Return the records of a layer's experts, whose layout in memory is given. mapped: asked for the tensors where
+        the model's own files are read.
+
+        Raises UnsupportedError for experts that have to be converted while loading, ConfigError for a packed file of
+        other types; both say what to do.
+        """
+        found = self._found.get((key, layout))
+        if found is None:
+            extents = self._extents(key, layout, mapped) if self.paths else ()
+            found = self._found[key, layout] = ExpertRecords(layout, num_experts, extents)
+        return found
+
+    def _extents(
+        self, key: str, layout: RecordLayout, mapped: Callable[[], MappedExperts]
+    ) -> Sequence[Sequence[Extent]]:
+        packed = None if self.packed is None else self.packed.layer(key, layout)
+        if packed is not None:
+            return packed[1]
+        if self.packed is not None:
+            raise UnsupportedError(
+                f"{self.packed.path} lacks the experts of {key}; pack the model again: ktransformers pack MODEL --force"
+            )
+        return mapped_extents(mapped(), self.files)
+
+    def begin(self, pool: WorkerPool, budget_nbytes: int) -> None:
+        """Make a store of so many bytes for the layers that are added next. Raises WeightError for a file that is
+        gone."""
+        assert self.paths, "a shape is planned and not loaded"
+        self._store = ExpertStore(self.paths, pool, budget_nbytes)
+
+    def add(self, number: int, records: ExpertRecords) -> tuple[ExpertStore, int]:
+        """Add a layer, of this number in the model; return what its kernel is made with."""
+        assert self._store is not None, "experts in files are read once the model is being loaded"
+        return self._store, self._store.add_layer(number, records.layout, records.extents)
+
+    def open(self, top_k: int) -> None:
+        """Make the slots, once all layers are added. top_k: experts that a token takes of a layer. Raises CapacityError
+        for a budget that is too small.
+        """
+        assert self._store is not None, "it has begun"
+        self._store.open(top_k)
+        self._taken = self._store.stats()
+
+    def fill(self) -> None:
+        """Begin to read experts to slots that are empty, while nothing else is read."""
+        assert self._store is not None, "it has begun"
+        self._store.fill()
+
+    def take(self) -> tuple[int, int, int, float, int]:
+        """Return what is new since the last call: experts of calls that were in RAM, those that were not, bytes read,
+        seconds waited, reads that failed.
+        """
+        assert self._store is not None, "it has begun"
+        assert self._taken is not None, "it is open"
+        before, now = self._taken, self._store.stats()
+        self._taken = now
+        return (
+            now.hits - before.hits,
+            now.misses - before.misses,
+            now.bytes_read - before.bytes_read,
+            now.waited_seconds - before.waited_seconds,
+            now.read_errors - before.read_errors,
+        )
+
+    def describe(self) -> str:
+        """Describe in one line what was found in RAM, read and waited for since the start."""
+        assert self._store is not None, "it has begun"
+        stats = self._store.stats()
+        uses = stats.hits + stats.misses
+        return (
+            f"{100 * stats.hit_rate:.1f} % of {uses} uses found theirs in RAM ({size_of(stats.slot_nbytes)}), "
+            f"{size_of(stats.bytes_read)} read, {stats.waited_seconds:.1f} s waited for them"
+        )
+
+    def close(self) -> None:
+        """Let go of slots and files. No kernel may be called any more."""
+        if self._store is not None:
+            self._store.close()

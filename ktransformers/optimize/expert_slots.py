@@ -1,0 +1,60 @@
+"""Plans how many bytes of RAM hold experts that stay in files, and sums up what a token reads of them.
+
+Pure: knows plans, reads nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ktransformers.operators.experts.routed import KTransformersExperts
+from ktransformers.optimize.plan import Plan, PlanEntry, format_bytes
+
+__all__ = ["CHUNK_FROM_DISK", "EXPERT_SLOTS", "FILES", "describe_slots", "with_expert_slots"]
+
+EXPERT_SLOTS = "expert slots"
+"""What the plan's table calls the RAM of experts that are read from files."""
+
+FILES = "files"
+"""Where a summary says that experts are which have no memory of their own."""
+
+CHUNK_FROM_DISK = 2048
+"""Tokens of a prefill step when nothing is said: each reads all experts that no slot has, however few tokens it has."""
+
+_NOTE = "on the disk, those used most in RAM"
+_RESERVE, _RESERVED_SHARE = 512 << 20, 1 / 16
+_LEAST_TOKENS = 3
+"""Slots hold so many tokens' experts of a layer at least, of each size that experts have."""
+
+
+def with_expert_slots(plan: Plan, asked_nbytes: int, top_k: int) -> Plan:
+    """Return `plan` with memory for slots of the experts that stay in files.
+
+    asked_nbytes: 0 for what the plan leaves of RAM, less a reserve: some memory is needed that no plan knows, and a
+    control group that is full ends the process. top_k: experts that a token takes of a layer.
+    """
+    sizes = {_expert_nbytes(plan, entry) for entry in plan.entries if entry.stored_experts}
+    if not sizes:
+        return plan
+    total = plan.stored_experts
+    left = plan.capacity.get("cpu", 0) - plan.total_bytes.get("cpu", 0)
+    reserve = _RESERVE + int(_RESERVED_SHARE * plan.capacity.get("cpu", 0))
+    least = min(_LEAST_TOKENS * top_k * sum(sizes), total)
+    nbytes = min(max(asked_nbytes or left - reserve, least), total)
+    entries = tuple(replace(entry, note=_NOTE) if entry.stored_experts else entry for entry in plan.entries)
+    return replace(plan, entries=entries, extra_bytes={**plan.extra_bytes, EXPERT_SLOTS: {"cpu": nbytes}})
+
+
+def _expert_nbytes(plan: Plan, entry: PlanEntry) -> int:
+    operator = plan.operators[entry.key]
+    assert isinstance(operator, KTransformersExperts), "nothing else has experts"
+    return entry.stored_experts // operator.num_experts
+
+
+def describe_slots(plan: Plan) -> str:
+    """Say in one line where experts that stay in files are, and how many of them RAM holds."""
+    total, slots = plan.stored_experts, plan.extra_bytes.get(EXPERT_SLOTS, {}).get("cpu", 0)
+    return (
+        f"{format_bytes(total)} of experts stay on the disk, and {format_bytes(slots)} of RAM hold those that are used "
+        f"most, {slots / max(total, 1):.0%}"
+    )
