@@ -96,22 +96,24 @@ class _Group:
     """One program in one control group, and its figures."""
 
     def __init__(self, given: DiskWork, program: str, limit: int, argv: Sequence[str], model: _Model):
-        self._stack, self._given, self._model = ExitStack(), given, model
+        self._given, self._model = given, model
         self._facts = {"limit_gib": limit >> 30, "program": program}
         drop_cache(given.path)
-        began = time.perf_counter()
-        self._group = self._stack.enter_context(ControlGroup(limit))
-        self._child = self._start(program, argv)
-        self._stack.callback(self._child.close)
-        self._seconds = time.perf_counter() - began
+        with ExitStack() as stack:  # taken down where loading fails or is stopped
+            began = time.perf_counter()
+            self._group = stack.enter_context(ControlGroup(limit))
+            self._child = self._start(program, argv, stack)
+            stack.callback(self._child.close)
+            self._seconds = time.perf_counter() - began
+            self._stack = stack.pop_all()
 
-    def _start(self, program: str, argv: Sequence[str]) -> PeerProcess:
+    def _start(self, program: str, argv: Sequence[str], stack: ExitStack) -> PeerProcess:
         within = self._group.command
         if program == OURS:
             return start_ours(argv, within)
         given, path = self._given, self._given.path
         if given.read_ahead:
-            path = self._stack.enter_context(LoopDevice(path, given.read_ahead)).path
+            path = stack.enter_context(LoopDevice(path, given.read_ahead)).path
         return mapped_llama_peer(path, given.threads, self._model.weights.vocab_size, given.work, within)
 
     def figures(self) -> Iterator[Row]:

@@ -45,7 +45,11 @@ class PeerProcess:
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, (_ROOT, variables.get("PYTHONPATH"))))
         self._child = subprocess.Popen(list(command), stdin=pipe, stdout=pipe, text=True, env=variables)
         self.pid, self.is_dead = self._child.pid, False
-        self._ask("ready")
+        try:
+            self._ask("ready")
+        except BaseException:  # nobody else could end a child that is still loading
+            self.close()
+            raise
         self._signal(signal.SIGSTOP)
 
     def ask(self, question: str) -> float | None:
