@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from ktransformers.config import EngineConfig
+from ktransformers.convert.progress import Advances
 from ktransformers.engine.load.builder import plan_model
 from ktransformers.engine.model.opened import OpenedModel, open_model
 from ktransformers.errors import ConfigError, UnsupportedError, WeightError
@@ -26,7 +26,8 @@ from ktransformers.operators.linear.packed import experts_record, pack_experts
 from ktransformers.system.cores import usable_cores
 from ktransformers.weights.digests.states import states_of
 from ktransformers.weights.stored_experts.header import SourceIdentity
-from ktransformers.weights.stored_experts.reading import StoredExperts, place_beside
+from ktransformers.weights.stored_experts.places import place_beside
+from ktransformers.weights.stored_experts.reading import StoredExperts
 from ktransformers.weights.stored_experts.records import parts_of
 from ktransformers.weights.stored_experts.writing import ExpertsLayer, write
 
@@ -36,14 +37,6 @@ logger = logging.getLogger(__name__)
 
 _PIECE = 64 << 20
 """Bytes of records that are packed and written together: enough for all threads."""
-
-
-class Advances(Protocol):
-    """Progress display of bytes."""
-
-    def advance(self, nbytes: int) -> None:
-        """Show that so many more bytes are done."""
-        ...
 
 
 MakeProgress = Callable[[str, int], AbstractContextManager[Advances]]

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 import gguf
 import numpy as np
@@ -36,6 +35,7 @@ from ktransformers.convert.mixtures import (
 )
 from ktransformers.convert.openable import check_opens
 from ktransformers.convert.partial_file import PartialFile
+from ktransformers.convert.progress import Advances
 from ktransformers.convert.tensors import OutTensor, gguf_tensors
 from ktransformers.convert.vocab import vocab_metadata
 from ktransformers.convert.writing import Importance, write_tensors
@@ -57,14 +57,6 @@ __all__ = ["QuantizeResult", "Task", "quantize_model"]
 logger = logging.getLogger(__name__)
 
 _FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3")
-
-
-class Advances(Protocol):
-    """Progress display of the bytes written."""
-
-    def advance(self, nbytes: int) -> None:
-        """Show that so many more bytes were written."""
-        ...
 
 
 MakeProgress = Callable[[int, int], AbstractContextManager[Advances]]

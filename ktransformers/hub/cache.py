@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ktransformers.errors import ConfigError
 from ktransformers.hub.variants import SAFETENSORS, Variant, find_variants
+from ktransformers.weights.stored_experts.places import place_beside
 
 __all__ = [
     "CachedModel",
@@ -177,7 +178,8 @@ def remove(repo_id: str, model: CachedModel | None = None, *, dry_run: bool = Fa
     ]
     others = (one for one in find_variants({path for _, path in files}) if model and one.label != model.variant.label)
     needed = {path for other in others for path in other.files}
-    chosen = [file for file, path in files if model is None or path in {*model.variant.files} - needed]
+    packed = place_beside([Path(model.variant.weights[0])]).as_posix() if model else ""  # of its experts
+    chosen = [file for file, path in files if model is None or path in {*model.variant.files, packed} - needed]
     # Not by commit: a copy of a repository has the same ones, and would be deleted in its place.
     strategy = info.delete_files(*chosen)
     is_all = len(chosen) == len(files)

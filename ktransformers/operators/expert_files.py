@@ -58,6 +58,13 @@ class ExpertFiles:
         """The files that are read."""
         return self.files if self.packed is None else self.packed.files
 
+    @property
+    def store(self) -> ExpertStore:
+        """The store of the layers that were added. Raises RuntimeError before `begin`."""
+        if self._store is None:
+            raise RuntimeError("experts in files are read once the model is being loaded")
+        return self._store
+
     def find(
         self, key: str, layout: RecordLayout, num_experts: int, mapped: Callable[[], MappedExperts]
     ) -> ExpertRecords:
@@ -93,29 +100,25 @@ class ExpertFiles:
 
     def add(self, number: int, records: ExpertRecords) -> tuple[ExpertStore, int]:
         """Add a layer, of this number in the model; return what its kernel is made with."""
-        assert self._store is not None, "experts in files are read once the model is being loaded"
-        return self._store, self._store.add_layer(number, records.layout, records.extents)
+        return self.store, self.store.add_layer(number, records.layout, records.extents)
 
     def open(self, top_k: int) -> None:
         """Make the slots, once all layers are added. top_k: experts that a token takes of a layer. Raises CapacityError
         for a budget that is too small.
         """
-        assert self._store is not None, "it has begun"
-        self._store.open(top_k)
-        self._taken = self._store.stats()
+        self.store.open(top_k)
+        self._taken = self.store.stats()
 
     def fill(self) -> None:
         """Begin to read experts to slots that are empty, while nothing else is read."""
-        assert self._store is not None, "it has begun"
-        self._store.fill()
+        self.store.fill()
 
     def take(self) -> tuple[int, int, int, float, int]:
         """Return what is new since the last call: experts of calls that were in RAM, those that were not, bytes read,
         seconds waited, reads that failed.
         """
-        assert self._store is not None, "it has begun"
         assert self._taken is not None, "it is open"
-        before, now = self._taken, self._store.stats()
+        before, now = self._taken, self.store.stats()
         self._taken = now
         return (
             now.hits - before.hits,
@@ -127,8 +130,7 @@ class ExpertFiles:
 
     def describe(self) -> str:
         """Describe in one line what was found in RAM, read and waited for since the start."""
-        assert self._store is not None, "it has begun"
-        stats = self._store.stats()
+        stats = self.store.stats()
         uses = stats.hits + stats.misses
         return (
             f"{100 * stats.hit_rate:.1f} % of {uses} uses found theirs in RAM ({size_of(stats.slot_nbytes)}), "

@@ -54,7 +54,7 @@ class DiskPrediction:
 
 def skewed_hits(share: float) -> float:
     """Return the share of picks that slots for `share` of all experts serve where routing is skewed."""
-    return float(min(max(share, 0.0), 1.0) ** _EXPONENT
+    return float(min(max(share, 0.0), 1.0) ** _EXPONENT)
 
 
 def predict_from_disk(

@@ -23,7 +23,8 @@ from ktransformers.kernels.types import ActivationSpec, ExpertWeights, QuantType
 from ktransformers.operators.linear.packed import experts_record
 from ktransformers.weights.stored_experts.header import SourceIdentity, read_header
 from ktransformers.weights.stored_experts.mapped import mapped_extents
-from ktransformers.weights.stored_experts.reading import StoredExperts, place_beside
+from ktransformers.weights.stored_experts.places import place_beside
+from ktransformers.weights.stored_experts.reading import StoredExperts
 from ktransformers.weights.stored_experts.records import parts_of
 from tests.support.checks.decoding import decoded
 from tests.support.checks.packed_experts import in_ram, opened_experts, packed, read, stored_parts
@@ -51,6 +52,13 @@ def _demo(folder: Path) -> EngineConfig:
 
 def _bf16(cpu_quant: str | None = None, cpu_bf16: str = "bf16") -> Make:
     return lambda folder: EngineConfig(model_path=DEMO_CHECKPOINT, cpu_quant=cpu_quant, cpu_bf16=cpu_bf16)
+
+
+def _floats(model_type: str) -> Make:
+    def make(folder: Path) -> EngineConfig:
+        return EngineConfig(model_path=write_safetensors(tiny_model(model_type, hidden=256, layers=1), folder / "m"))
+
+    return make
 
 
 def _fp8(cpu_quant: str | None = None) -> Make:
@@ -92,6 +100,8 @@ KINDS: dict[str, tuple[Make, bool]] = {
     "bf16": (_bf16(), True),
     "bf16 times fp32": (_bf16(cpu_bf16="fp32"), True),
     "bf16 made q4_k": (_bf16("q4_k"), False),
+    "fused": (_floats("granitemoe"), True),
+    "fused and transposed": (_floats("gpt_oss"), False),
     "fp8": (_fp8(), False),
     "fp8 made q8_0": (_fp8("q8_0"), False),
     "int4": (_few(few_bits.int4, _INT4), False),
@@ -133,6 +143,7 @@ def test_every_kind_of_file_comes_back(kind: str, tmp_path: Path, monkeypatch: p
     check_packed(config, out, lambda name, total: NoBar())
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", [kind for kind, (_, is_mapped) in KINDS.items() if is_mapped])
 def test_experts_lie_in_the_models_own_files(kind: str, tmp_path: Path) -> None:
     """Their bytes there, dequantized by `gguf`, are the numbers of the model; multiplied, what packed ones give."""

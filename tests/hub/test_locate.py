@@ -15,6 +15,7 @@ from ktransformers.hub.locate import LocatedModel, locate_model, locate_path, ti
 from ktransformers.hub.names import parse_name
 from ktransformers.hub.remote import list_repository
 from ktransformers.hub.variants import find_variants, select
+from ktransformers.weights.stored_experts.places import place_beside
 from tests.support.servers.hub_server import HubServer, Repo
 
 SHARDS = ("Q4_K_M/model-Q4_K_M-00001-of-00002.gguf", "Q4_K_M/model-Q4_K_M-00002-of-00002.gguf")
@@ -139,6 +140,18 @@ def test_removing_one_of_two_leaves_the_other(hub: HubServer) -> None:
     assert remove("org/model-GGUF") == 3 * 2**19 + 1
     assert cached_repos() == ["copy/model-GGUF"]
     assert locate_path("copy/model-GGUF:Q8_0").stat().st_size == 4 * 2**20 + 5
+
+
+def test_a_packed_file_of_experts_goes_with_its_model(hub: HubServer) -> None:
+    pull("org/model-GGUF:Q8_0")
+    pull("org/model-GGUF:Q4_K_M")
+    q4, q8 = cached_models("org/model-GGUF")
+    for model in (q4, q8):
+        place_beside([model.path]).write_bytes(bytes(1000))
+    assert remove("org/model-GGUF", q8) == 4 * 2**20 + 5 + 1000
+    assert not place_beside([q8.path]).exists()
+    assert place_beside([q4.path]).exists()
+    assert [model.name for model in cached_models("org/model-GGUF")] == ["org/model-GGUF:Q4_K_M"]
 
 
 def test_a_local_path_imports_no_hub(tmp_path: Path) -> None:

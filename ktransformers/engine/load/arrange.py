@@ -19,6 +19,7 @@ from ktransformers.engine.verify.self_check import check_model, is_checked
 from ktransformers.engine.verify.stack_check import StackCheck
 from ktransformers.errors import MODULE_FAILURES, KTransformersError, UnsupportedError, named_reason
 from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.kernels.cpu.expert_store import ReadError
 from ktransformers.kernels.triton.common.compiling import compiles, warmup
 from ktransformers.operators.layers.cpu import fuse_layers
 from ktransformers.operators.layers.gpu import stack_gpu_layers, takes_blocks
@@ -119,7 +120,7 @@ def _first_step(loaded: Arrangeable) -> list[LayerCall]:
                 step()
         check_stage_io(opened.model, opened.facts.model_type, step)
         return trace_step(opened.model, step)
-    except KTransformersError:
+    except (KTransformersError, ReadError):
         raise
     except MODULE_FAILURES as error:
         logger.debug("the first step failed", exc_info=True)

@@ -10,7 +10,8 @@ from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.errors import UnsupportedError
 from ktransformers.operators.expert_files import ExpertFiles
 from ktransformers.weights.stored_experts.header import SourceIdentity
-from ktransformers.weights.stored_experts.reading import StoredExperts, place_beside
+from ktransformers.weights.stored_experts.places import place_beside
+from ktransformers.weights.stored_experts.reading import StoredExperts
 from ktransformers.weights.synthetic import SyntheticSource
 
 __all__ = ["open_expert_files"]

@@ -41,7 +41,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class RecordPart:
-    """One matrix [rows, cols] in a record, from byte `offset` on, a multiple of 64."""
+    """Type, shape [rows, cols] and place of a matrix in a record. offset: in bytes, a multiple of 64."""
 
     qtype: WeightType
     rows: int
@@ -70,7 +70,8 @@ class RecordLayout:
 class StoreStats:
     """Counts since a store was opened.
 
-    hits: experts of calls that were in memory when they were asked for, each once a call. misses: the others.
+    hits: experts of calls that were in memory when they were asked for, each once a call (a call of thousands of rows
+    is several). misses: the others.
     waited_seconds: of calls, for reads. num_slots, slot_nbytes: of the memory for records. num_filled: records read by
     `fill`.
     """

@@ -35,7 +35,7 @@ from ktransformers.kernels.types import (
 )
 from ktransformers.operators.base import OperatorConfig
 from ktransformers.weights.source import ExpertsInfo, TensorInfo
-from ktransformers.weights.stored_experts.records import Matrix, record_layout
+from ktransformers.weights.stored_experts.records import RecordMatrix, record_layout
 
 __all__ = ["CpuProducts", "experts_record", "pack_experts", "pack_matrix", "resident_nbytes"]
 
@@ -191,9 +191,9 @@ def experts_record(info: ExpertsInfo, products: CpuProducts) -> RecordLayout:
     return record_layout(parts[0], up, down)
 
 
-def _matrix(info: TensorInfo, products: CpuProducts) -> Matrix:
+def _matrix(info: TensorInfo, products: CpuProducts) -> RecordMatrix:
     qtype, (_, rows, cols) = info.resident_type, info.shape
     layout = CpuLayout.ROWS
     if _has_tiles(qtype, cols, cpu.active_isa(), products.takes_bf16):
         layout = CpuLayout.TILES_BF16 if _takes_bf16(products, qtype) else CpuLayout.TILES
-    return Matrix(qtype, rows, cols, layout)
+    return RecordMatrix(qtype, rows, cols, layout)

@@ -34,7 +34,7 @@ from ktransformers.weights.digests.samples import digest_of, samples, tensor_siz
 from ktransformers.weights.source import WeightSource
 from ktransformers.weights.stored_experts.records import (
     RECORD_ALIGN,
-    Matrix,
+    RecordMatrix,
     as_packed,
     parts_of,
     record_layout,
@@ -68,7 +68,7 @@ _AGAIN = "pack the model again: ktransformers pack MODEL --force"
 
 
 class SourceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of the model."""
+    """Name and bytes of one of the model's files."""
 
     name: str
     size: int
@@ -157,7 +157,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layers: tuple[StoredLayer, ...]
 
 
-def _matrix(part: _Part) -> Matrix:
+def _matrix(part: _Part) -> RecordMatrix:
     """Raises ValueError for a type or a layout that is not known."""
     kinds: tuple[type[QuantType] | type[OwnType] | type[GroupType], ...] = (QuantType, OwnType, GroupType)
     found: list[WeightType] = [kind[part.type] for kind in kinds if part.type in kind.__members__]
@@ -165,7 +165,7 @@ def _matrix(part: _Part) -> Matrix:
         raise ValueError(f"a matrix of {part.type} in {part.layout}")
     if not (0 < part.rows < 1 << 31 and 0 < part.cols < 1 << 31):
         raise ValueError(f"a matrix of {part.rows} x {part.cols}")
-    return Matrix(found[0], part.rows, part.cols, CpuLayout[part.layout])
+    return RecordMatrix(found[0], part.rows, part.cols, CpuLayout[part.layout])
 
 
 def encode_header(header: Header) -> bytes:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -16,23 +15,11 @@ from ktransformers.kernels.cpu.expert_store import Extent, RecordLayout
 from ktransformers.weights.stored_experts.header import Header, SourceIdentity, StoredLayer, read_header
 from ktransformers.weights.stored_experts.records import as_packed, parts_of
 
-__all__ = ["StoredExperts", "place_beside"]
+__all__ = ["StoredExperts"]
 
-SUFFIX = ".experts.kt"
-_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 _THREADS = 4
 _READ_BYTES = 16 << 20
 _SHOWN = 3
-
-
-def place_beside(files: Sequence[Path]) -> Path:
-    """Return where the packed file of the model in `files` is looked for: beside its first file.
-
-    A GGUF's has its name, without the number of a shard; that of a folder of safetensors is called model.
-    """
-    first = files[0]
-    name = "model" if first.suffix == ".safetensors" else _SHARD.sub("", first.stem)
-    return first.with_name(f"{name}{SUFFIX}")
 
 
 class StoredExperts:
@@ -64,7 +51,7 @@ class StoredExperts:
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """Path of the packed file."""
         return self.files[0]
 
     @property

@@ -14,13 +14,13 @@ from ktransformers.kernels.cpu.base import CpuLayout
 from ktransformers.kernels.cpu.expert_store import RecordLayout, RecordPart
 from ktransformers.kernels.types import OwnType, WeightType, row_bytes
 
-__all__ = ["PART_ALIGN", "RECORD_ALIGN", "Matrix", "as_packed", "parts_of", "record_layout", "rounded_up"]
+__all__ = ["PART_ALIGN", "RECORD_ALIGN", "RecordMatrix", "as_packed", "parts_of", "record_layout", "rounded_up"]
 
 PART_ALIGN = 64
 RECORD_ALIGN = 4096
 
 
-class Matrix(NamedTuple):
+class RecordMatrix(NamedTuple):
     """Type, shape and memory layout of one matrix."""
 
     qtype: WeightType
@@ -43,8 +43,8 @@ def rounded_up(nbytes: int, unit: int) -> int:
     return -(-nbytes // unit) * unit
 
 
-def record_layout(gate: Matrix | None, up: Matrix, down: Matrix) -> RecordLayout:
-    """Return where the matrices of an expert lie in its record. Raises ValueError as `Matrix.nbytes`."""
+def record_layout(gate: RecordMatrix | None, up: RecordMatrix, down: RecordMatrix) -> RecordLayout:
+    """Return where the matrices of an expert lie in its record. Raises ValueError as `RecordMatrix.nbytes`."""
     at, parts = 0, list[RecordPart | None]()
     for matrix in (gate, up, down):
         if matrix is None:

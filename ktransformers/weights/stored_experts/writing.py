@@ -15,6 +15,7 @@ import logging
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,11 +80,17 @@ def write(
     """
     start, checksums = len(_encoded(source, options, layers, {})), dict[str, list[str]]()
     nbytes, at = start + sum(layer.nbytes for layer in layers), start
-    with _partial_file(path, nbytes) as fd:
+    with _partial_file(path, nbytes) as fd, ThreadPoolExecutor(1, thread_name_prefix="kt-sync") as syncs:
+        synced: Future[None] | None = None
         for layer in layers:
             checksums[layer.key] = _write_layer(fd, layer, at, pieces(layer), progress)
-            at += layer.nbytes
             check_source()
+            if synced is not None:
+                synced.result()
+            synced = syncs.submit(_sync, fd, at, layer.nbytes)  # beside the next layer's work
+            at += layer.nbytes
+        if synced is not None:
+            synced.result()
         _write_at(fd, _encoded(source, options, layers, checksums), 0)
 
 
@@ -105,7 +112,7 @@ def _write_layer(
     fd: int, layer: ExpertsLayer, at: int, pieces: Iterator[ExpertWeights], progress: Callable[[int], None]
 ) -> list[str]:
     """Write all experts of a layer from byte `at` on. Returns their checksums."""
-    checksums, size = list[str](), layer.record.nbytes
+    checksums = list[str]()
     for weights in pieces:
         records = _records(weights, layer)
         checksums += [f"{zlib.crc32(record.numpy()):08x}" for record in records]
@@ -113,9 +120,13 @@ def _write_layer(
         at += records.numel()
         progress(records.numel())
     assert len(checksums) == layer.num_experts, f"{layer.key}: {len(checksums)} experts of {layer.num_experts}"
-    os.fdatasync(fd)
-    os.posix_fadvise(fd, at - layer.num_experts * size, layer.nbytes, os.POSIX_FADV_DONTNEED)  # not read again
     return checksums
+
+
+def _sync(fd: int, at: int, nbytes: int) -> None:
+    """Put bytes on the disk and out of the system's cache, where nobody reads them again."""
+    os.fdatasync(fd)
+    os.posix_fadvise(fd, at, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def _records(weights: ExpertWeights, layer: ExpertsLayer) -> torch.Tensor:

@@ -63,6 +63,7 @@ def test_values_that_are_no_numbers(command: str, flag: str, capsys: pytest.Capt
         "plan /no/such/model.gguf",
         "bench offline /no/such/model.gguf",
         "quantize /no/such/model.gguf /tmp/out.gguf",
+        "pack /no/such/model.gguf",
         "imatrix /no/such/model.gguf /no/such/text -o /tmp/out.gguf",
         "chat --temperature -1",
         "chat --cpu_infer -1",

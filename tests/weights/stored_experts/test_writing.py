@@ -22,15 +22,15 @@ from ktransformers.kernels.types import ExpertWeights, QuantType, RawTensor
 from ktransformers.weights.stored_experts import writing
 from ktransformers.weights.stored_experts.header import SourceFile, SourceIdentity
 from ktransformers.weights.stored_experts.reading import StoredExperts
-from ktransformers.weights.stored_experts.records import Matrix, record_layout
+from ktransformers.weights.stored_experts.records import RecordMatrix, record_layout
 from ktransformers.weights.stored_experts.writing import ExpertsLayer, write
 
 SOURCE = SourceIdentity((SourceFile("m.gguf", 7),), "tensors", "sample")
 EXPERTS, ROWS, COLS = 6, 40, 24
 RECORD = record_layout(
-    Matrix(QuantType.F32, ROWS, COLS, CpuLayout.ROWS),
-    Matrix(QuantType.F32, ROWS, COLS, CpuLayout.ROWS),
-    Matrix(QuantType.F16, COLS, ROWS, CpuLayout.ROWS),
+    RecordMatrix(QuantType.F32, ROWS, COLS, CpuLayout.ROWS),
+    RecordMatrix(QuantType.F32, ROWS, COLS, CpuLayout.ROWS),
+    RecordMatrix(QuantType.F16, COLS, ROWS, CpuLayout.ROWS),
 )
 LAYERS = [ExpertsLayer(f"layers.{number}.experts", number, EXPERTS, RECORD) for number in range(3)]
 
