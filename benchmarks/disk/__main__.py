@@ -8,7 +8,7 @@ Both get the same random token ids, so that routers choose the same experts but 
     read        from the disk, all that the process has had read, in GB; GB/s is that over the time
     hits        of decoding: the share of the experts' bytes which tokens need and that were not read. Pages around what
                 is needed count as read, so a program that reads ahead in vain has less
-    of disk     GB/s over what 8 threads read of the same file in random pieces of 1 MiB with O_DIRECT, beside it
+    of disk     GB/s over what threads read of the same file in random pieces of 1 MiB with O_DIRECT, just before
     others      the share of the machine's CPU time that other programs had meanwhile: figures beside much of it are low
     peak        of the group, which counts what it holds of the file in the system's cache
 """
@@ -24,8 +24,9 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 from benchmarks.disk.control_group import ControlGroup
-from benchmarks.disk.counters import Use, disk_speed, drop_cache
+from benchmarks.disk.counters import Use, drop_cache
 from benchmarks.disk.loop_device import LoopDevice, read_ahead_of
+from benchmarks.disk.model_file import routing_of
 from benchmarks.disk.options import OURS, PEER, DiskWork, disk_parser, disk_work
 from benchmarks.disk.ours import start_ours
 from benchmarks.peers.base import PeerProcess, is_missing
@@ -35,9 +36,12 @@ from ktransformers.bench.common.report import Column, FigureTable, Record, Row, 
 from ktransformers.bench.servers.weights import Weights, shown_weights, weights_of
 from ktransformers.cli import run_command
 from ktransformers.cli.parsing.options import set_up_logging
+from ktransformers.system.disk_speed import measure_disk
 from ktransformers.weights.gguf.file import GGUFModel, open_gguf
 
 __all__ = ["bench_disk", "main"]
+
+DISK_SECONDS = 3.0
 
 _COLUMNS = (
     Column("limit_gib", 6, title="GiB"),
@@ -159,22 +163,23 @@ def bench_disk(given: DiskWork, argv: Sequence[str]) -> Record:
     """
     with ControlGroup(given.limits[0]):  # before anything else: that it works
         machine = measured_machine(given.threads)
-    model = _Model.of(open_gguf(given.path))
+    gguf = open_gguf(given.path)
+    model, routing = _Model.of(gguf), routing_of(gguf)
     ahead = given.read_ahead or read_ahead_of(given.path)
     print(f"{shown_machine(machine)}; llama.cpp's mapped file is read {ahead} KiB ahead")
-    print(f"{given.path.name}, {shown_weights(model.weights)}")
+    print(f"{given.path.name}, routing {routing or 'as trained'}; {shown_weights(model.weights)}")
     programs = [one for one in given.programs if one == OURS or not is_missing(PEER, "llama_cpp", "llama-cpp-python")]
     table = FigureTable(_COLUMNS)
     for limit in given.limits:
         for program in programs:
-            speed = disk_speed(given.path) / 1e9
+            speed = measure_disk(given.path, DISK_SECONDS).bytes_per_s / 1e9
             with closing(_Group(given, program, limit, argv, model)) as group:
                 for row in group.figures():
                     table.add(row | {"disk_gb_s": speed, "of_disk": row["gb_s"] / speed if "gb_s" in row else None})
     ratios = _ratios(table.rows)
     for ratio in ratios:
         print("{limit_gib} GiB, {phase} {state}: {ratio:.2f} x llama.cpp".format(**ratio))
-    facts = {"machine": machine, "model": given.path.name, "file_bytes": given.path.stat().st_size}
+    facts = {"machine": machine, "model": given.path.name, "routing": routing, "file_bytes": given.path.stat().st_size}
     facts |= {"expert_bytes_per_token": model.token_bytes, "work": asdict(given.work), "read_ahead_kib": ahead}
     killed = [row for row in table.rows if row["oom_kills"] and row["program"] == OURS]
     return facts | {"rows": table.rows, "ratios": ratios, "is_failed": bool(killed)}

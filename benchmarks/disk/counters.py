@@ -1,19 +1,12 @@
-"""What the system counts of a process and of all others, and a file's disk: its cache and its speed. Linux."""
+"""What the system counts of a process and of all others, and the system's cache of a file. Linux."""
 
 from __future__ import annotations
 
-import mmap
 import os
-import random
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Use", "disk_speed", "drop_cache"]
-
-_PIECE = 1 << 20
-_MOST = 8 << 30
+__all__ = ["Use", "drop_cache"]
 
 
 def drop_cache(path: Path) -> None:
@@ -57,32 +50,3 @@ class Use:
     def others(self, seconds: float) -> float:
         """The share of the machine's CPU time, in that many seconds, that other processes had."""
         return max(self.all_seconds - self.seconds, 0.0) / (seconds * (os.cpu_count() or 1))
-
-
-def disk_speed(path: Path, seconds: float = 3.0, threads: int = 8) -> float:
-    """Return the bytes a second of reading pieces of 1 MiB of a file in random order, past the system's cache.
-
-    Raises OSError where the file system refuses O_DIRECT.
-    """
-    file = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    pieces = list(range(os.fstat(file).st_size // _PIECE))
-    random.Random(0).shuffle(pieces)
-    del pieces[_MOST // _PIECE :]
-
-    def read(first: int) -> int:
-        count = 0
-        with mmap.mmap(-1, _PIECE) as room:  # its pages are aligned, which O_DIRECT wants
-            for piece in pieces[first::threads]:
-                count += os.preadv(file, [room], piece * _PIECE)
-                if time.perf_counter() > end:
-                    break
-        return count
-
-    try:
-        began = time.perf_counter()
-        end = began + seconds
-        with ThreadPoolExecutor(threads) as workers:
-            total = sum(workers.map(read, range(threads)))
-        return total / (time.perf_counter() - began)
-    finally:
-        os.close(file)

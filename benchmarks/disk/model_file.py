@@ -39,12 +39,14 @@ from ktransformers.kernels.types import QuantType, RawTensor, block_size, row_by
 from ktransformers.models.gguf.of_config import hf_metadata
 from ktransformers.models.synthetic_shapes import SHAPES, find_shape
 from ktransformers.system.cores import usable_cores
+from ktransformers.weights.gguf.file import GGUFModel
 from ktransformers.weights.synthetic import EMBEDDING_GAIN, ROUTINGS, random_blocks
 
-__all__ = ["EXPERT_TYPES", "ModelFile", "main", "write_model"]
+__all__ = ["EXPERT_TYPES", "ModelFile", "main", "routing_of", "write_model"]
 
 EXPERT_TYPES = {"q4_k": QuantType.Q4_K, "q8_0": QuantType.Q8_0}
 
+_NAME = "random weights"
 _PIECE_ROWS, _PAGE = 8192, 4096
 _EMBEDDING, _ROUTER, _EXPERTS = "token_embd.weight", ".ffn_gate_inp.weight", "_exps.weight"
 
@@ -68,7 +70,7 @@ def write_model(file: ModelFile) -> GGUFLayout:
     entries: Entries = {
         "general.architecture": entry(arch),
         "general.type": entry("model"),
-        "general.name": entry(f"random weights, experts {file.experts.name}"),
+        "general.name": entry(f"{_NAME}, experts {file.experts.name}"),
         "tokenizer.ggml.model": entry("no_vocab"),
         **{key: entry(value) for key, value in values.items()},
     }
@@ -83,6 +85,16 @@ def write_model(file: ModelFile) -> GGUFLayout:
         write_tensors(out, tensors, {}, usable_cores(), lambda nbytes: None)
         out.finish()
     return layout
+
+
+def routing_of(model: GGUFModel) -> str | None:
+    """Return the routing of a file that `write_model` wrote, by its first router; None for another one."""
+    names = [name for name in model.tensors if name.endswith(_ROUTER)]
+    if not names or not str(model.metadata.get("general.name", "")).startswith(_NAME):
+        return None
+    router = model.raw(names[0])
+    is_even = not router.data.view(torch.float32).reshape(router.shape)[:, 0].any()
+    return ROUTINGS[0] if is_even else ROUTINGS[1]
 
 
 def _is_there(path: Path, layout: GGUFLayout) -> bool:

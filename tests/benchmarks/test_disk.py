@@ -20,20 +20,21 @@ import pytest
 from benchmarks.disk import __main__ as command
 from benchmarks.disk import model_file
 from benchmarks.disk.control_group import ControlGroup
-from benchmarks.disk.counters import Use, disk_speed, drop_cache
+from benchmarks.disk.counters import Use, drop_cache
 from benchmarks.disk.loop_device import LoopDevice
-from benchmarks.disk.model_file import ModelFile, write_model
+from benchmarks.disk.model_file import ModelFile, routing_of, write_model
 from benchmarks.disk.options import disk_parser, disk_work
 from benchmarks.disk.routing import CONSTANT, router_rows, zipf_frequencies
 from benchmarks.peers.llama_library import library_folder
 from ktransformers.bench.offline.runs import DecodeCase, OfflineRuns, counts_in
-from ktransformers.config import EngineConfig
+from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
 from ktransformers.engine.load.builder import build_engine
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.cpu import limits
 from ktransformers.kernels.types import QuantType
 from ktransformers.models import synthetic_shapes
 from ktransformers.models.synthetic_shapes import PublishedShape
+from ktransformers.weights.gguf.file import open_gguf
 from tests.support.models.tiny_models import tiny_config
 
 EXPERTS, TOP_K, LAYERS, HIDDEN, VOCAB = 32, 4, 2, 256, 4096
@@ -53,7 +54,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     read, peak = limits.read_bandwidth, limits.int8_peak
     monkeypatch.setattr(limits, "read_bandwidth", partial(read, nbytes=1 << 20, repeats=1))
     monkeypatch.setattr(limits, "int8_peak", partial(peak, repeats=1))
-    monkeypatch.setattr(command, "disk_speed", partial(disk_speed, seconds=0.01))
+    monkeypatch.setattr(command, "DISK_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -107,6 +108,7 @@ def test_a_file_gets_other_routers_in_place(qtype: QuantType, tmp_path: Path) ->
     for routing, least, most in (("even", 0.25, 0.45), ("skewed", 0.65, 0.8), ("even", 0.25, 0.45)):
         write_model(ModelFile(path, tiny(LAYERS), qtype, routing))
         assert path.stat().st_size % 4096 == 0
+        assert routing_of(open_gguf(path)) == routing
         found = tensors(path)
         routers = {name for name in found if name.endswith("ffn_gate_inp.weight")}
         assert {name for name, digest in before.items() if found[name] != digest} == (routers if before else set())
@@ -132,9 +134,10 @@ def test_the_file_is_written_from_the_command_line(tmp_path: Path, capsys: pytes
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     reader = gguf.GGUFReader(path)
     experts = [one for one in reader.tensors if "_exps" in one.name]
-    assert {one.tensor_type for one in experts} == {gguf.GGMLQuantizationType.Q4_K}
+    assert {QuantType(one.tensor_type) for one in experts} == {QuantType.Q4_K}
     assert record["expert_bytes"] == sum(one.n_bytes for one in experts)
     assert record["nbytes"] == path.stat().st_size
+    assert routing_of(open_gguf(DEMO_MODEL_PATH / "demo-Q4_K_M.gguf")) is None
     assert model_file.main([str(tmp_path / "other.gguf"), "--shape", "tiny", "--layers", "9"]) == 2
 
 
@@ -188,7 +191,6 @@ def test_what_a_process_reads_is_counted(tmp_path: Path) -> None:
     if used.bytes_read == 0:
         pytest.skip("these files are on no disk")
     assert used.bytes_read >= 4 * MIB
-    assert disk_speed(path, seconds=0.01) > 0
     assert Use(0, 1.0, 4.0).others(seconds=1.0) == 3.0 / (os.cpu_count() or 1)
 
 

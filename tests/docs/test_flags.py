@@ -23,7 +23,9 @@ OTHERS = {
     "scripts of this repository": (
         "backend check checkpoint count drafts gpus minutes skills smoke steps table tokenizer weights whole"
     ),
-    "benchmarks of this repository": "between_us drafter from kv_types peer_format streams texts tokens tune types",
+    "benchmarks of this repository": (
+        "between_us drafter from kv_types limits peer_format read_ahead streams texts tokens tune types"
+    ),
     "vLLM, Claude Code, node": "enable_prompt_tokens_details preload from_file system_prompt",
 }
 """Flags of other programs that commands in docs use, without those that command lines here read as ours."""
