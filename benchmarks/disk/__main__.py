@@ -9,7 +9,9 @@ Both get the same random token ids, so that routers choose the same experts but 
     hits        of decoding: the share of the experts' bytes which tokens need and that were not read. Pages around what
                 is needed count as read, so a program that reads ahead in vain has less
     of disk     GB/s over what threads read of the same file in random pieces of 1 MiB with O_DIRECT, just before
-    others      the share of the machine's CPU time that other programs had meanwhile: figures beside much of it are low
+    others      the share of the machine's CPU time that other programs had meanwhile
+    queued      the largest share of the time that one of the program's threads was ready to run and had no core, since
+                others had them: on an idle machine tokens/s may be higher by as much
     peak        of the group, which counts what it holds of the file in the system's cache
 """
 
@@ -54,6 +56,7 @@ _COLUMNS = (
     Column("of_disk", 8, ".0%", "of disk"),
     Column("hits", 6, ".0%"),
     Column("others", 6, ".0%"),
+    Column("queued", 6, ".0%"),
     Column("peak_gb", 8, ".2f", "peak GB"),
 )
 
@@ -139,7 +142,7 @@ class _Group:
         used = None if after is None else after.since(before)
         row = self._row(question.phase, question.state, seconds, used)
         if used is not None:
-            row["others"] = used.others(seconds)
+            row |= {"others": used.others(seconds), "queued": used.queued(seconds)}
             if question.phase == "decode":
                 row["hits"] = self._model.hits(used.bytes_read, question.num_tokens)
         return row | {"tokens": question.num_tokens, "tokens_s": rate}

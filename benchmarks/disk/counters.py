@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 __all__ = ["Use", "drop_cache"]
@@ -22,11 +23,15 @@ def drop_cache(path: Path) -> None:
 @dataclass(frozen=True, slots=True)
 class Use:
     """What was used until a moment: bytes that a process has had read from disks, by whatever call or page fault, its
-    seconds of CPU time, and those of all processes."""
+    seconds of CPU time, and those of all processes.
+
+    waits: by thread, the seconds it was ready to run and waited for a core.
+    """
 
     bytes_read: int
     seconds: float
     all_seconds: float
+    waits: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, pid: int) -> Use:
@@ -39,14 +44,28 @@ class Use:
             int(io["read_bytes"]),
             (int(times[11]) + int(times[12])) / ticks,
             (user + nice + system + irq + softirq) / ticks,
+            dict(_waits(process / "task")),
         )
 
     def since(self, before: Use) -> Use:
         """What was used between two moments."""
-        return Use(
-            self.bytes_read - before.bytes_read, self.seconds - before.seconds, self.all_seconds - before.all_seconds
-        )
+        waits = {thread: now - before.waits.get(thread, 0.0) for thread, now in self.waits.items()}
+        read, seconds = self.bytes_read - before.bytes_read, self.seconds - before.seconds
+        return Use(read, seconds, self.all_seconds - before.all_seconds, waits)
+
+    def queued(self, seconds: float) -> float:
+        """The largest share of that many seconds that one of its threads was ready to run and had no core."""
+        return max(self.waits.values(), default=0.0) / seconds
 
     def others(self, seconds: float) -> float:
         """The share of the machine's CPU time, in that many seconds, that other processes had."""
         return max(self.all_seconds - self.seconds, 0.0) / (seconds * (os.cpu_count() or 1))
+
+
+def _waits(tasks: Path) -> Iterator[tuple[str, float]]:
+    """By thread the second number of its schedstat, nanoseconds there. Threads may end meanwhile."""
+    for task in tasks.iterdir():
+        try:
+            yield task.name, int((task / "schedstat").read_text().split()[1]) / 1e9
+        except OSError:
+            continue

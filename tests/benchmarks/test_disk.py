@@ -191,6 +191,7 @@ def test_what_a_process_reads_is_counted(tmp_path: Path) -> None:
     if used.bytes_read == 0:
         pytest.skip("these files are on no disk")
     assert used.bytes_read >= 4 * MIB
+    assert Use(0, 1.0, 2.0, {"1": 3.0, "2": 5.0}).since(Use(0, 0.0, 0.0, {"1": 0.5})).queued(seconds=10.0) == 0.5
     assert Use(0, 1.0, 4.0).others(seconds=1.0) == 3.0 / (os.cpu_count() or 1)
 
 
