@@ -47,7 +47,7 @@ from ktransformers.scheduler.records import NewSequence, ScheduledSequence, Step
 from ktransformers.system.cores import usable_cores
 from ktransformers.weights.gguf.file import open_gguf
 
-__all__ = ["bench_model", "main"]
+__all__ = ["PAGE_SIZE", "OurSteps", "bench_model", "main", "num_slots"]
 
 PAGE_SIZE = 64
 _COLUMNS = (
@@ -93,7 +93,7 @@ def best_of(rounds: Sequence[Figure]) -> Figure:
     return replace(min(rounds, key=lambda one: one.seconds), num_samples=samples, num_touched=touched)
 
 
-class _Ours:
+class OurSteps:
     """Steps of a paged engine. Sequence i owns the i-th share of the pages."""
 
     def __init__(self, engine: Engine, vocab_size: int):
@@ -169,7 +169,7 @@ class _Ours:
         return Figure(sequences * work.steps, work.steps, seconds, *self._counts)
 
 
-def _num_slots(work: ModelWork) -> int:
+def num_slots(work: ModelWork) -> int:
     """Cache slots for the longest prompt and for the largest batch."""
     pages = [-(-tokens // PAGE_SIZE) for tokens in work.prefill]
     pages += [batch * -(-work.sequence_len // PAGE_SIZE) for batch in work.batches]
@@ -186,7 +186,7 @@ def bench_model(config: EngineConfig, work: ModelWork, peers: list[str]) -> Reco
 
     peers: of llama.cpp; one that is not installed is said and left out. Errors are those of `build_engine`.
     """
-    config = replace(config, cache_lens=_num_slots(work), use_cuda=False).resolved()
+    config = replace(config, cache_lens=num_slots(work), use_cuda=False).resolved()
     assert config.gguf_path is not None
     gguf = open_gguf(config.gguf_path)
     weights, threads = weights_of(gguf), config.cpu_infer or usable_cores()
@@ -202,7 +202,7 @@ def bench_model(config: EngineConfig, work: ModelWork, peers: list[str]) -> Reco
             (Column(peer.name, 10, ".1f"), Column(f"ours / {peer.name}", 8, ".2f", "ours, x")) for peer in children
         ]
         table = FigureTable([*_COLUMNS, *(one for pair in columns for one in pair)])
-        ours = _Ours(engine, min(weights.vocab_size, engine.model.vocab_size))
+        ours = OurSteps(engine, min(weights.vocab_size, engine.model.vocab_size))
         for phase, size in [*(("prefill", n) for n in work.prefill), *(("decode", n) for n in work.batches)]:
             figure, theirs = _rounds(ours, children, phase, size, work)
             bound = figure.bound(weights, machine["read_bandwidth_gb_s"] * 1e9)
@@ -215,7 +215,7 @@ def bench_model(config: EngineConfig, work: ModelWork, peers: list[str]) -> Reco
 
 
 def _rounds(
-    ours: _Ours, peers: list[PeerProcess], phase: str, size: int, work: ModelWork
+    ours: OurSteps, peers: list[PeerProcess], phase: str, size: int, work: ModelWork
 ) -> tuple[Figure, dict[str, float | None]]:
     """The best round of each, in turns, so that a busy minute hits all."""
     figures: list[Figure] = []

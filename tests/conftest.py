@@ -11,9 +11,13 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
 
 import pytest
 import torch
+
+from tests.support.faults.reads import ReadFaults, compile_reads
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background, and servers would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -92,3 +96,25 @@ def _logging_as_it_was() -> Iterator[None]:
 def _cpu_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines of the tests are on the CPU on every machine, unless a test hands them other hardware."""
     monkeypatch.setattr("ktransformers.optimize.machine.cuda_memory", dict)
+
+
+@pytest.fixture(scope="session")
+def _read_faults_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    library = compile_reads(tmp_path_factory.mktemp("read-faults"))
+    if library is None:
+        pytest.skip("faults of reads are made by a library, and there is no C compiler")
+    return library
+
+
+@pytest.fixture
+def read_faults(
+    _read_faults_library: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[Path], ReadFaults]]:
+    """read_faults(path): what makes reads of that file fail in processes that are started with its environment."""
+    with ExitStack() as stack:
+
+        def made(path: Path) -> ReadFaults:
+            shared = tmp_path_factory.mktemp("faults") / "shared"
+            return stack.enter_context(closing(ReadFaults(_read_faults_library, path, shared)))
+
+        yield made

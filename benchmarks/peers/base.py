@@ -36,7 +36,7 @@ class PeerProcess:
     """Asks a child process for the figures of the peer `name`; `command` starts it, `environment` None is ours.
 
     The child is asked `ready` once, which it answers when it has loaded what it needs. A child that ends early is
-    reported in one line and has no figures from there on.
+    reported in one line, is_dead from there on, and has no more figures.
     """
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None):
@@ -44,13 +44,17 @@ class PeerProcess:
         variables = dict(os.environ if environment is None else environment)
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, (_ROOT, variables.get("PYTHONPATH"))))
         self._child = subprocess.Popen(list(command), stdin=pipe, stdout=pipe, text=True, env=variables)
-        self._is_dead = False
-        self._ask("ready")
+        self.pid, self.is_dead = self._child.pid, False
+        try:
+            self._ask("ready")
+        except BaseException:  # nobody else could end a child that is still loading
+            self.close()
+            raise
         self._signal(signal.SIGSTOP)
 
     def ask(self, question: str) -> float | None:
         """The child's figure; None when it does not have it, or has failed. `question` is one line."""
-        if self._is_dead:
+        if self.is_dead:
             return None
         self._signal(signal.SIGCONT)
         answer = self._ask(question)
@@ -71,12 +75,12 @@ class PeerProcess:
         return self._ended()
 
     def _ended(self) -> str:
-        self._is_dead = True
+        self.is_dead = True
         print(f"peer {self.name} ended early: measured without it from here on", flush=True)
         return ""
 
     def _signal(self, number: signal.Signals) -> None:
-        if not self._is_dead:
+        if not self.is_dead:
             self._child.send_signal(number)
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ import json
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,20 @@ def load_library(name: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(folder / f"lib{name}{suffix}"), mode=ctypes.RTLD_GLOBAL)
 
 
-def start_llama(module: str, options: dict[str, Any]) -> PeerProcess:
-    """Start `module` as a child that answers for llama.cpp, with `options` as its argument."""
+def _plain(*words: str) -> list[str]:
+    return list(words)
+
+
+def start_llama(module: str, options: dict[str, Any], within: Callable[..., list[str]] = _plain) -> PeerProcess:
+    """Start `module` as a child that answers for llama.cpp, with `options` as its argument.
+
+    within: makes the command line of what is to be run, of the words of a plain one.
+    """
     # This program asks OpenMP not to spin, for torch's sake; ggml's threads wait for each other by OpenMP's barriers.
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     if _FOLDER in environment:
         environment.setdefault(_MTMD_FOLDER, environment[_FOLDER])
-    command = [sys.executable, "-m", "benchmarks.peers.llama_library", module, json.dumps(options)]
+    command = within(sys.executable, "-m", "benchmarks.peers.llama_library", module, json.dumps(options))
     return PeerProcess(PEER, command, environment)
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from benchmarks.peers.base import PeerProcess, answer_questions
 from benchmarks.peers.llama_library import load_library, start_llama
 from benchmarks.peers.work import ModelWork
 
-__all__ = ["ALL_LAYERS", "GPU_CHUNK", "in_ram", "llama_model_peer", "quiet_log"]
+__all__ = ["ALL_LAYERS", "GPU_CHUNK", "in_ram", "llama_model_peer", "mapped_llama_peer", "quiet_log"]
 
 _LOG_ERROR = 4
 _ROUNDING = 256  # llama.cpp rounds a sequence's cache up to this
@@ -42,9 +44,29 @@ def llama_model_peer(
 
     cpu_experts: layers whose routed experts stay in RAM while all else goes to the GPU; None: the CPU alone.
     """
-    options = {"path": str(path), "threads": threads, "vocab_size": vocab_size, "work": asdict(work)}
+    return start_llama("benchmarks.peers.llama_model", _options(path, threads, vocab_size, work, cpu_experts))
+
+
+def mapped_llama_peer(
+    path: Path, threads: int, vocab_size: int, work: ModelWork, within: Callable[..., list[str]]
+) -> PeerProcess:
+    """Start the child with all weights in the mapped file, on the CPU. within: see start_llama.
+
+    By default llama.cpp copies those that it rearranges for the CPU (its flag is --no-repack): more than memory holds.
+    Its threads wait for each other without spinning: one that waits for the disk keeps the others waiting for long, and
+    beside other programs spinning costs it most of its speed. GOMP_SPINCOUNT chooses another way.
+    """
+    options = _options(path, threads, vocab_size, work, None) | {"is_mapped": True}
+    spin = f"GOMP_SPINCOUNT={os.environ.get('GOMP_SPINCOUNT', '0')}"
+    return start_llama("benchmarks.peers.llama_model", options, partial(within, "env", spin))
+
+
+def _options(
+    path: Path, threads: int, vocab_size: int, work: ModelWork, cpu_experts: Sequence[int] | None
+) -> dict[str, object]:
+    options: dict[str, object] = {"path": str(path), "threads": threads, "vocab_size": vocab_size, "work": asdict(work)}
     options["cpu_experts"] = None if cpu_experts is None else list(cpu_experts)
-    return start_llama("benchmarks.peers.llama_model", options)
+    return options
 
 
 class _Child:
@@ -62,6 +84,7 @@ class _Child:
         params = llama_cpp.llama_model_default_params()
         self._is_on_gpu = options["cpu_experts"] is not None
         params.n_gpu_layers = ALL_LAYERS if self._is_on_gpu else 0
+        params.use_extra_bufts = not options.get("is_mapped")
         self._overrides = in_ram(options["cpu_experts"] or [])  # llama.cpp reads them until the model is loaded
         params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
         self._model = llama_cpp.llama_model_load_from_file(options["path"].encode(), params)
@@ -151,8 +174,8 @@ def in_ram(layers: Sequence[int]) -> ctypes.Array[_Override]:
 
 
 def quiet_log(level: int, text: bytes, _: object) -> None:
-    """What llama.cpp logs: its errors only."""
-    if level >= _LOG_ERROR and text.strip():
+    """What llama.cpp logs: its errors only, not the dots of its progress, whose level is above theirs."""
+    if level == _LOG_ERROR and text.strip():
         sys.stderr.write(text.decode(errors="replace"))
 
 

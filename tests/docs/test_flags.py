@@ -24,7 +24,7 @@ OTHERS = {
         "backend check checkpoint count drafts gpus minutes skills smoke steps table tokenizer weights whole"
     ),
     "benchmarks of this repository": (
-        "between_us drafter folder from kv_types peer_format streams texts tokens tune types"
+        "between_us drafter folder from kv_types limits peer_format read_ahead streams texts tokens tune types"
     ),
     "vLLM, Claude Code, node": "enable_prompt_tokens_details preload from_file system_prompt",
 }
