@@ -121,7 +121,7 @@ void ExpertStore::open(int64_t budget_nbytes, int64_t top_k) {
   pools_.clear();
   stats_ = {};
   make_pools(budget_nbytes, top_k);
-  memory_ = std::make_unique<Pages>(stats_.slot_nbytes, true);
+  memory_ = std::make_unique<Pages>(stats_.slot_nbytes);
   slots_.resize(static_cast<size_t>(stats_.num_slots));
   uint8_t* data = memory_->data();
   for (Pool& pool : pools_) {

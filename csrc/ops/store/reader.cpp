@@ -37,7 +37,7 @@ int open_direct(const std::string& path) {
 #if defined(O_DIRECT)
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
   if (fd < 0) return -1;
-  const Pages room(kDiskBlock, false);
+  const Pages room(kDiskBlock);
   if (pread(fd, room.data(), static_cast<size_t>(kDiskBlock), 0) >= 0) return fd;
   close(fd);
 #else
@@ -69,7 +69,7 @@ std::vector<Piece> pieces_of(const std::vector<RecordPart>& parts, int64_t recor
   return pieces;
 }
 
-Pages::Pages(int64_t nbytes, bool wants_huge) : nbytes_(round_up(nbytes, kHugePage)), owner_pid_(getpid()) {
+Pages::Pages(int64_t nbytes) : nbytes_(round_up(nbytes, kHugePage)), owner_pid_(getpid()) {
   void* const made =
       mmap(nullptr, static_cast<size_t>(nbytes_), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (made == MAP_FAILED) throw std::bad_alloc();
@@ -78,9 +78,7 @@ Pages::Pages(int64_t nbytes, bool wants_huge) : nbytes_(round_up(nbytes, kHugePa
   const auto size = static_cast<size_t>(nbytes_);
   static_cast<void>(madvise(made, size, MADV_DONTFORK));
   static_cast<void>(madvise(made, size, MADV_DONTDUMP));
-  if (wants_huge) static_cast<void>(madvise(made, size, MADV_HUGEPAGE));
-#else
-  static_cast<void>(wants_huge);
+  static_cast<void>(madvise(made, size, MADV_HUGEPAGE));
 #endif
 }
 
@@ -155,7 +153,7 @@ Reader::Reader(const StoreFiles& files, const KernelTable& kernels, int num_thre
       requests_(static_cast<size_t>(slots)),
       queue_(static_cast<size_t>(slots)),
       room_(StoreFiles::room_for(room)) {
-  if (room > 0) rooms_ = std::make_unique<Pages>(num_threads * room_, false);
+  if (room > 0) rooms_ = std::make_unique<Pages>(num_threads * room_);
   const BlockedSignals blocked;
   try {
     for (int i = 0; i < num_threads; ++i) threads_.emplace_back([this, i] { main(i); });

@@ -46,8 +46,8 @@ std::vector<Piece> pieces_of(const std::vector<RecordPart>& parts, int64_t recor
 // would let the result go to the wrong one.
 class Pages {
  public:
-  // Throws std::bad_alloc. wants_huge: in huge pages, where the system gives them.
-  explicit Pages(int64_t nbytes, bool wants_huge);
+  // In huge pages where the system gives them: a request to a disk takes 256 small ones or so. Throws std::bad_alloc.
+  explicit Pages(int64_t nbytes);
   ~Pages();
   Pages(const Pages&) = delete;
   Pages& operator=(const Pages&) = delete;
