@@ -116,7 +116,8 @@ class Processor:
         return made.digest()
 
     def _settings(self, detail: str) -> dict[str, object]:
-        """What `detail` changes of the image processor's own settings, where it has them."""
+        """What `detail` changes of the image processor's own settings, where it has them. No size that is so anyway: it
+        would make another digest of the same picture."""
         if detail == "auto":
             return {}
         own = self._processor.image_processor
@@ -129,7 +130,8 @@ class Processor:
             # Of some it is a side, of others all pixels: no side is that long.
             low = _LOW_SIDE * _LOW_SIDE if longest > 1 << 15 else _LOW_SIDE
             given = {name: value for name, value in dict(size).items() if value is not None}
-            made["size"] = {**given, **{name: min(edge, low) for name, edge in given.items() if "_edge" in name}}
+            less = {**given, **{name: min(edge, low) for name, edge in given.items() if "_edge" in name}}
+            made |= {"size": less} if less != given else {}
         return made
 
 

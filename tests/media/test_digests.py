@@ -77,6 +77,7 @@ def test_detail_matters_where_the_processor_has_such_settings(folder: Path, tmp_
     tiles = write_folder(tmp_path / "tiles", "internvl", FAMILIES["internvl"])
     assert digest(tiles, detail="low") != digest(tiles, detail="high")
     assert digest(folder, detail="high") == digest(folder)
+    assert digest(folder, detail="low") == digest(folder)  # which has fewer pixels anyway
 
 
 def test_settings_towers_and_versions_matter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
