@@ -130,7 +130,7 @@ def _of_file(path: Path) -> bytes:
 def _of_image(image: _Image) -> bytes:
     """Encode PIL's image: the same bytes for the same pixels, by which it is known when it comes again.
 
-    As TIFF, which takes a hundredth of PNG's time, unless it is too large so, or has a palette or a transparent colour.
+    As TIFF, in a small part of PNG's time, unless it is too large so, or has a palette or a transparent colour.
     """
     data = io.BytesIO()
     try:
