@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from PIL import Image
@@ -73,7 +73,7 @@ class Processor:
             raise ConfigError(f"{type(self._processor).__name__} in {folder} names no token for pictures")
         self.placeholder = placeholder
         self.position_token_ids = _position_ids(folder, self._processor)
-        self._recipe = _recipe(self._processor, tower)
+        self._recipe = _recipe((self._processor, self._processor.image_processor), tower)
         if "Pil" in type(self._processor.image_processor).__name__:
             note("pictures are resized by Pillow: torchvision is not there (pip install ktransformers-engine[images])")
 
@@ -191,11 +191,16 @@ def _position_ids(folder: Path, processor: Any) -> frozenset[int]:
     raise ConfigError(f"{folder}: neither config nor processor names the token of a picture's positions")
 
 
-def _recipe(processor: Any, tower: bytes) -> bytes:
+class _Described(Protocol):
+    """What is asked of transformers' processors."""
+
+    def to_json_string(self) -> str: ...
+
+
+def _recipe(processors: Sequence[_Described], tower: bytes) -> bytes:
     """32 bytes of the tower and of what makes tensors of pixels: classes, settings, versions of the libraries."""
-    own = processor.image_processor
-    made = [tower.hex(), *(f"{type(one).__module__}.{type(one).__qualname__}" for one in (processor, own))]
-    made += [one.to_json_string() for one in (processor, own)]  # keys in order, no folders, no chat template
+    made = [tower.hex(), *(f"{type(one).__module__}.{type(one).__qualname__}" for one in processors)]
+    made += [one.to_json_string() for one in processors]  # keys in order, no folders, no chat template
     made += map(_version, _LIBRARIES)
     return blake2b(json.dumps(made).encode(), digest_size=32).digest()
 
