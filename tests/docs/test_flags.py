@@ -17,7 +17,7 @@ from tests.docs.named import ROOT, pages
 
 OTHERS = {
     "docker": "add_host build cpus entrypoint gpus image ipc name network rm ulimit",
-    "pip": "find_links force_reinstall index_url no_deps no_index version platform",
+    "pip": "config_settings find_links force_reinstall index_url no_deps no_index version platform",
     "ray and numactl": "address cpunodebind head membind num_cpus resources",
     "pytest": "exhaustive random_cases",
     "scripts of this repository": (
