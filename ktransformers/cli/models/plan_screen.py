@@ -12,7 +12,7 @@ from typing import Any
 from ktransformers.engine.plan.dry_run import DryRun
 from ktransformers.engine.plan.fit_suggestions import FitSuggestion, FitSuggestions, needed_bits, shortfall
 from ktransformers.optimize.disk_prediction import SLOW, DiskPrediction
-from ktransformers.optimize.expert_slots import EXPERT_SLOTS
+from ktransformers.optimize.expert_slots import EXPERT_SLOTS, on_gpus
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.predict import Expected, Prediction
 from ktransformers.optimize.summary import Summary, SummaryPart
@@ -202,16 +202,20 @@ def _disk_lines(plan: Plan, disk: DiskPrediction | None) -> list[str]:
         return []
     slots = plan.extra_bytes[EXPERT_SLOTS]["cpu"]
     sizes = f"{shown_size(plan.stored_experts)} of experts, {shown_size(slots)} of them in RAM"
+    if on_gpus(plan):
+        sizes += f", {shown_size(on_gpus(plan))} on GPUs"
     if disk is None:
         return [
             _line("from disk", sizes),
             _line("", "  how fast that is depends on the disk, and there is no file to read"),
         ]
     most = "" if disk.is_measured else "at most "
-    found = _range(disk.hits, "{:.0%}".format)
+    found = f"{_range(disk.hits, '{:.0%}'.format)} found in RAM"
+    if disk.gpu_hits[1]:
+        found = f"{_range(disk.gpu_hits, '{:.0%}'.format)} found on GPUs, {found.removesuffix('in RAM')}there or in RAM"
     lines = [
         _line("from disk", f"{sizes}; it reads {disk.disk_rate / 1e9:.2f} GB/s"),
-        _line("", f"  a token uses {_gigabytes(round(disk.token_bytes))} of them, {found} found in RAM"),
+        _line("", f"  a token uses {_gigabytes(round(disk.token_bytes))} of them, {found}"),
         _line("", f"  decode {most}{_range(disk.decode)} tokens/s, prefill {most}{_range(disk.prefill)}"),
     ]
     if disk.is_slow:

@@ -41,6 +41,7 @@ from ktransformers.kernels.triton.experts.moe import moe_blocks, moe_sum
 from ktransformers.kernels.triton.experts.workspace import MoeWorkspace, block_rows
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.device import Device
+from ktransformers.operators.experts.host_experts import HostExperts
 from ktransformers.operators.experts.split import (
     NEVER,
     AheadShare,
@@ -49,7 +50,7 @@ from ktransformers.operators.experts.split import (
     Split,
     choose_split,
 )
-from ktransformers.operators.experts.staging import Group, HeldExperts, HostExperts, Staging
+from ktransformers.operators.experts.staging import Group, HeldExperts, Staging
 
 __all__ = ["ExpertPrefill", "PrefillLayer", "PrefillShape", "PrefillTicket"]
 
