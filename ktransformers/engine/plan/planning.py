@@ -327,8 +327,9 @@ class Planner:
         opened, config = self.opened, self.opened.config
         is_alone = opened.partial_sums is None and config.pipeline == 1 and not self.is_draft
         is_drafting = opened.draft is not None or config.drafter == "mtp"
-        is_streaming = self.expert_files is None
-        if not is_alone or not is_streaming or is_drafting or config.hot_experts == "off" or config.lend_slots is False:
+        if not is_alone or is_drafting or self.expert_files is not None:
+            return plan, 0
+        if config.hot_experts == "off" or config.lend_slots is False:
             return plan, 0
         may_move = config.optimize_config_path is None
         return with_long_steps(plan, opened.source, opened.facts, chunk_size, may_move=may_move)

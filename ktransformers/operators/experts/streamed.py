@@ -124,8 +124,7 @@ class _RowBlock:
 
 @dataclass(frozen=True, slots=True)
 class _CpuCall:
-    """A call that the CPU was given: the rows of its step, the seconds that were expected of it, and the CPU's forwards
-    and seconds before it."""
+    """A call that the CPU was given: rows of its step, seconds expected of it, the CPU's forwards and seconds before."""
 
     rows: int
     expected: float

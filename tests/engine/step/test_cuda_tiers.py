@@ -64,6 +64,11 @@ def step(engine: StaticEngine, token: int, position: int) -> torch.Tensor:
     return engine.runner.forward([token], position, [0]).clone().float().cpu()
 
 
+def read_something(engine: StaticEngine) -> None:
+    for token in range(64):
+        step(engine, token, 0)
+
+
 @pytest.mark.parametrize("use_cuda_graph", [True, False])
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
 def test_three_tiers_agree_with_transformers(kind: str, use_cuda_graph: bool, tmp_path: Path) -> None:
@@ -82,8 +87,7 @@ def test_three_tiers_agree_with_transformers(kind: str, use_cuda_graph: bool, tm
         policy.check_integrity()
         store.handle._fail_next(1)
         with pytest.raises(ReadError, match=r"model\.gguf"):
-            for token in range(64):
-                step(engine, token, 0)
+            read_something(engine)
         check(torch.cat([step(engine, token, position) for position, token in enumerate(ids)]), want)
         policy.check_integrity()
     assert not pool.slots._sources
