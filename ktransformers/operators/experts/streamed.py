@@ -124,7 +124,7 @@ class _RowBlock:
 
 @dataclass(frozen=True, slots=True)
 class _CpuCall:
-    """A call that the CPU was given: rows of its step, seconds expected of it, the CPU's forwards and seconds before."""
+    """A call that the CPU was given: its rows, the seconds expected, and the CPU's forwards and seconds before it."""
 
     rows: int
     expected: float
