@@ -184,7 +184,9 @@ COMPILING=""
 start_compiling() {
     COMPILED="$VENV/compile.log"
     set -- install -q --no-deps
-    [ -z "$EXTRA" ] || set -- "$@" -C cmake.define.KTRANSFORMERS_TIERS=all -C cmake.define.KTRANSFORMERS_EMULATED=ON
+    # The long names: pip 23.0, which Debian 12 has, knows no others.
+    [ -z "$EXTRA" ] || set -- "$@" --config-settings cmake.define.KTRANSFORMERS_TIERS=all \
+        --config-settings cmake.define.KTRANSFORMERS_EMULATED=ON
     "$VENV/bin/python" -c "$OWN_SESSION" "$VENV/bin/python" -m pip --disable-pip-version-check "$@" -e . \
         </dev/null >"$COMPILED" 2>&1 &
     COMPILING=$!

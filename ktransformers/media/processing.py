@@ -5,14 +5,16 @@ Runs in the child process. No family is known here by name: processor, tokenizer
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from PIL import Image
@@ -24,6 +26,9 @@ __all__ = ["Processed", "Processor"]
 
 _OF_TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
 _POSITION_FIELDS = ("image_token_id", "image_token_index", "media_placeholder_token_id")
+_LIBRARIES = ("transformers", "torch", "torchvision", "numpy", "pillow")
+"""Whose versions decide how pixels are resized and rounded."""
+
 _BORDER = "0123456789"
 """Stands before and behind the placeholder when it is processed, so that what a processor writes around the whole text
 is told from what it writes for the picture."""
@@ -59,7 +64,6 @@ class Processor:
     ConfigError."""
 
     def __init__(self, folder: Path, note: Callable[[str], None], tower: bytes = b""):
-        self._tower = tower
         prepare_torchvision()
         with _quiet():
             self._processor = _load(folder)
@@ -69,19 +73,20 @@ class Processor:
             raise ConfigError(f"{type(self._processor).__name__} in {folder} names no token for pictures")
         self.placeholder = placeholder
         self.position_token_ids = _position_ids(folder, self._processor)
+        self._recipe = _recipe((self._processor, self._processor.image_processor), tower)
         if "Pil" in type(self._processor.image_processor).__name__:
             note("pictures are resized by Pillow: torchvision is not there (pip install ktransformers-engine[images])")
 
     def process(self, image: Image.Image, detail: str) -> Processed:
         """Process a picture in mode RGB. detail: of limits.DETAILS. Raises ConfigError."""
-        text = f"{_BORDER}{self.placeholder}{_BORDER}"
+        text, settings = f"{_BORDER}{self.placeholder}{_BORDER}", self._settings(detail)
         self._record.text = None
         try:
             with _quiet(), torch.inference_mode():
                 made = self._processor(
                     images=[image],
                     text=[text],
-                    images_kwargs=self._settings(detail),
+                    images_kwargs=settings,
                     text_kwargs={
                         "padding": False
                     },  # which some ask for, of tokenizers that need not have a token for it
@@ -100,10 +105,19 @@ class Processor:
         tensors = {name: _tensor(name, value) for name, value in made.items() if name not in _OF_TEXT}
         if not num_positions or not tensors:
             raise ConfigError(f"{type(self._processor).__name__} makes no positions of a picture")
-        return Processed(tensors, _digest(self._tower, parts[1], tensors), parts[1], num_positions)
+        return Processed(tensors, self._digest(image, settings, parts[1]), parts[1], num_positions)
+
+    def _digest(self, image: Image.Image, settings: dict[str, object], text: str) -> bytes:
+        """32 bytes of all that decides the tensors, how many positions they have and what the tower makes of them. The
+        tensors themselves are eight times as many bytes as the pixels."""
+        made = blake2b(self._recipe, digest_size=32)
+        made.update(json.dumps([settings, text, image.size], sort_keys=True).encode())
+        made.update(image.tobytes())
+        return made.digest()
 
     def _settings(self, detail: str) -> dict[str, object]:
-        """What `detail` changes of the image processor's own settings, where it has them."""
+        """What `detail` changes of the image processor's own settings, where it has them. No size that is so anyway: it
+        would make another digest of the same picture."""
         if detail == "auto":
             return {}
         own = self._processor.image_processor
@@ -116,7 +130,8 @@ class Processor:
             # Of some it is a side, of others all pixels: no side is that long.
             low = _LOW_SIDE * _LOW_SIDE if longest > 1 << 15 else _LOW_SIDE
             given = {name: value for name, value in dict(size).items() if value is not None}
-            made["size"] = {**given, **{name: min(edge, low) for name, edge in given.items() if "_edge" in name}}
+            less = {**given, **{name: min(edge, low) for name, edge in given.items() if "_edge" in name}}
+            made |= {"size": less} if less != given else {}
         return made
 
 
@@ -176,14 +191,25 @@ def _position_ids(folder: Path, processor: Any) -> frozenset[int]:
     raise ConfigError(f"{folder}: neither config nor processor names the token of a picture's positions")
 
 
-def _digest(tower: bytes, text: str, tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """32 bytes of the tower, of the text, and of the tensors with their names, types and shapes: all that decides what
-    the tower makes of a picture, and how many positions it has."""
-    made = blake2b(tower + text.encode(), digest_size=32)
-    for name, tensor in sorted(tensors.items()):
-        made.update(f"\0{name} {tensor.dtype} {list(tensor.shape)}\0".encode())
-        made.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return made.digest()
+class _Described(Protocol):
+    """What is asked of transformers' processors."""
+
+    def to_json_string(self) -> str: ...
+
+
+def _recipe(processors: Sequence[_Described], tower: bytes) -> bytes:
+    """32 bytes of the tower and of what makes tensors of pixels: classes, settings, versions of the libraries."""
+    made = [tower.hex(), *(f"{type(one).__module__}.{type(one).__qualname__}" for one in processors)]
+    made += [one.to_json_string() for one in processors]  # keys in order, no folders, no chat template
+    made += map(_version, _LIBRARIES)
+    return blake2b(json.dumps(made).encode(), digest_size=32).digest()
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:  # torchvision need not be there
+        return ""
 
 
 def _tensor(name: str, value: object) -> torch.Tensor:

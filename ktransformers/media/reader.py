@@ -35,7 +35,7 @@ def key_of(data: bytes) -> bytes:
 
 class ChildReader:
     """A PictureReader for the processor in `folder`, whose pictures go to `store`, which it closes. The child process
-    starts with the first picture. Any thread may call it.
+    starts with `start_ahead`, or with the first picture. Any thread may call it.
 
     tower: what is known of a tower whose weights are not the model's own files; keys and values of the same picture are
     kept apart by it, in this process and in files.
@@ -49,6 +49,20 @@ class ChildReader:
         self._opened: ProcessorOpened | Fault | None = None
         self._known: OrderedDict[tuple[bytes, str], ReadPicture] = OrderedDict()
         self._noted: set[str] = set()
+        self._starting: threading.Thread | None = None
+        self._is_closed = False
+
+    def start_ahead(self) -> None:
+        """Start the child process while nobody waits for it; returns at once. A picture that comes meanwhile waits."""
+        self._starting = threading.Thread(target=self._start_ahead, daemon=True, name="start-pictures")
+        self._starting.start()
+
+    def _start_ahead(self) -> None:
+        try:
+            self._open()
+        except ConfigError as error:
+            if not self._is_closed and threading.main_thread().is_alive():  # else it was ended
+                _log.warning("pictures cannot be read so far: %s", error)
 
     @property
     def placeholder(self) -> str:
@@ -90,6 +104,8 @@ class ChildReader:
         """Return the picture of the bytes with this `key_of`, while it is in the store; None: it is not."""
         with self._lock:
             found = self._known.get((key, detail or DETAILS[0]))
+            if found is not None:
+                self._known.move_to_end((key, detail or DETAILS[0]))
         return found if found is not None and self.store.has(found.digest) else None
 
     def hold(self, digests: Iterable[bytes]) -> None:
@@ -102,6 +118,10 @@ class ChildReader:
 
     def close(self) -> None:
         """End the child process, and delete the store's folder, if it is of the store alone."""
+        self._is_closed = True
+        while self._starting is not None and self._starting.is_alive():
+            self.child.kill()  # it may not be there yet
+            self._starting.join(0.01)
         self.child.close()
         self.store.close()
 

@@ -7,11 +7,13 @@ Its memory and its processor time are limited; beyond them it dies, and its pare
 
 from __future__ import annotations
 
+import io
 import os
 import queue
 import resource
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +21,7 @@ import msgspec
 
 from ktransformers.errors import ConfigError
 from ktransformers.media.messages import Answer, Fault, ProcessorOpened, Question, Read, Setup
-from ktransformers.system.child import become, framed, frames_of
+from ktransformers.system.child import become, framed, frames_of, run_aside
 
 if TYPE_CHECKING:
     from ktransformers.media.processing import Processed, Processor
@@ -28,6 +30,11 @@ __all__ = ["main"]
 
 _MOST_NBYTES = 6 << 30
 """Of address space beside what the processor itself takes, for one picture: the largest in float32, some copies."""
+
+_START_NICENESS = 10
+"""While it starts, a tenth of a core that others want: slow, but no picture waits too long for a start."""
+
+_FIRST_SIDE = 256
 
 _CPU_SECONDS = 60
 """Of processor time, for one picture."""
@@ -49,9 +56,7 @@ def _answers(questions: queue.SimpleQueue[bytes]) -> Iterator[Answer]:
     setup = msgspec.msgpack.decode(questions.get(), type=Setup)
     notes = list[str]()
     try:
-        from ktransformers.media.processing import Processor
-
-        processor = Processor(Path(setup.folder), notes.append, setup.tower)
+        processor = run_aside(partial(_opened, setup, notes), _START_NICENESS)
     except (ConfigError, ImportError) as error:
         yield Fault(str(error))
         return
@@ -68,6 +73,24 @@ def _answers(questions: queue.SimpleQueue[bytes]) -> Iterator[Answer]:
             yield Fault(str(error))
         except MemoryError:
             yield Fault(f"the picture takes more than {_MOST_NBYTES >> 30} GiB to be read: make it smaller")
+
+
+def _opened(setup: Setup, notes: list[str]) -> Processor:
+    """The processor, which has made a first picture: the libraries import much of themselves for that only."""
+    import safetensors.torch  # noqa: F401 - which writes files
+    from PIL import Image
+
+    from ktransformers.media.decoding import decode
+    from ktransformers.media.processing import Processor
+
+    processor = Processor(Path(setup.folder), notes.append, setup.tower)
+    drawn = io.BytesIO()
+    Image.new("RGB", (_FIRST_SIDE, _FIRST_SIDE)).save(drawn, "TIFF")  # the one of the formats that Pillow tries last
+    try:
+        processor.process(decode(drawn.getvalue(), notes.append), "auto")
+    except ConfigError as error:
+        notes.append(f"a picture of one colour cannot be read, others may: {error}")
+    return processor
 
 
 def _read(processor: Processor, store: Path, question: Question) -> Read:

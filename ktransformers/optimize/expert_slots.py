@@ -5,8 +5,10 @@ Pure: knows plans, reads nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
+from ktransformers.kernels.cpu.expert_store import least_store_nbytes
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.optimize.plan import Plan, PlanEntry, format_bytes
 
@@ -23,8 +25,6 @@ CHUNK_FROM_DISK = 2048
 
 _NOTE = "on the disk, those used most in RAM"
 _RESERVE, _RESERVED_SHARE = 512 << 20, 1 / 16
-_LEAST_TOKENS = 3
-"""Slots hold so many tokens' experts of a layer at least, of each size that experts have."""
 
 
 def with_expert_slots(plan: Plan, asked_nbytes: int, top_k: int) -> Plan:
@@ -34,13 +34,17 @@ def with_expert_slots(plan: Plan, asked_nbytes: int, top_k: int) -> Plan:
     control group that is full ends the process. top_k: experts that a token takes of a layer. Experts that have a slot
     on a GPU need none in RAM.
     """
-    sizes = {_expert_nbytes(plan, entry) for entry in plan.entries if entry.stored_experts}
-    if not sizes:
+    records = Counter[int]()
+    for entry in plan.entries:
+        if entry.stored_experts:
+            count = _num_experts(plan, entry)
+            records[entry.stored_experts // count] += count
+    if not records:
         return plan
     most = plan.stored_experts - on_gpus(plan)
     left = plan.capacity.get("cpu", 0) - plan.total_bytes.get("cpu", 0)
     reserve = _RESERVE + int(_RESERVED_SHARE * plan.capacity.get("cpu", 0))
-    least = min(_LEAST_TOKENS * top_k * sum(sizes), plan.stored_experts)
+    least = min(least_store_nbytes(records, top_k), plan.stored_experts)
     nbytes = max(min(asked_nbytes or left - reserve, most), least)
     entries = tuple(_noted(entry) if entry.stored_experts else entry for entry in plan.entries)
     return replace(plan, entries=entries, extra_bytes={**plan.extra_bytes, EXPERT_SLOTS: {"cpu": nbytes}})
@@ -56,10 +60,10 @@ def _noted(entry: PlanEntry) -> PlanEntry:
     return replace(entry, note="; ".join(part for part in (entry.note, _NOTE) if part))
 
 
-def _expert_nbytes(plan: Plan, entry: PlanEntry) -> int:
+def _num_experts(plan: Plan, entry: PlanEntry) -> int:
     operator = plan.operators[entry.key]
     assert isinstance(operator, KTransformersExperts), "nothing else has experts"
-    return entry.stored_experts // operator.num_experts
+    return operator.num_experts
 
 
 def describe_slots(plan: Plan) -> str:

@@ -8,7 +8,6 @@ that there is, and applied.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,12 +17,12 @@ from torch import nn
 from ktransformers.core import Phase, format_bytes
 from ktransformers.errors import CapacityError, ConfigError, RuleError, TensorMismatchError, UnsupportedError
 from ktransformers.kernels.types import QuantType
-from ktransformers.models.facts import ModelFacts
 from ktransformers.operators.base import Operator, OperatorConfig, Placement, Requirements
 from ktransformers.operators.device import Devices
 from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.operators.partial_sums import Placeholder
 from ktransformers.operators.wrapper import DenseState
+from ktransformers.optimize.file_tensors import check_tensors
 from ktransformers.optimize.layer_devices import LayerDevice, LayerDevices
 from ktransformers.optimize.machine import Machine
 from ktransformers.optimize.rules import Rule, Rules
@@ -37,7 +36,6 @@ __all__ = ["Choices", "Plan", "PlanEntry", "format_bytes", "make_plan"]
 logger = logging.getLogger(__name__)
 
 KEPT_OP = "torch"
-SHOWN_NAMES = 3  # tensor names that a mismatch message spells out
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +208,9 @@ def make_plan(
     unmatched = report_unmatched(model, model_type, rules, planner.decided, strict)
     shared = _shared_modules(planner.entries, planner.tied)
     entries = _count_once(planner.entries, shared)
-    _check_tensors(planner.problems, entries, source, ignorable or source.ignorable, operator_config.facts)
+    used = frozenset[str]().union(*(entry.stored_names for entry in entries))
+    left = [name for name in source.stored_names() if name not in used and not (ignorable or source.ignorable)(name)]
+    check_tensors(planner.problems, left, operator_config.facts)
     return Plan(
         model_type=model_type,
         rule_file=rules.file,
@@ -466,41 +466,6 @@ def _count_once(entries: Iterable[PlanEntry], shared: Mapping[str, str]) -> list
             entry = replace(entry, nbytes=own, note=f"shares {owner.key}")
         result.append(entry)
     return result
-
-
-def _check_tensors(
-    problems: list[str],
-    entries: Iterable[PlanEntry],
-    source: WeightSource,
-    ignorable: Callable[[str], bool],
-    facts: ModelFacts,
-) -> None:
-    """Raise TensorMismatchError when tensors are missing, ill-shaped or read by nobody."""
-    used = frozenset[str]().union(*(entry.stored_names for entry in entries))
-    left = [name for name in source.stored_names() if name not in used and not ignorable(name)]
-    parts = []
-    if problems:
-        parts.append(f"{len(problems)} tensors are missing or of another shape: {_first_few(problems)}")
-    if left:
-        parts.append(f"{len(left)} tensors are read by no module: {_first_few(left)}")
-        end = facts.first_layer + facts.num_layers
-        behind = [int(found[1]) >= end for name in left if (found := _LAYER.search(name))]
-        if any(behind):
-            parts.append(
-                f"{sum(behind)} of them are of layers behind layer {end - 1}, where the model's config counts none for "
-                "multi-token prediction (num_nextn_predict_layers)"
-            )
-    if parts:
-        parts.append("the weights and the model's config do not belong together, or a file is missing")
-        raise TensorMismatchError("; ".join(parts))
-
-
-_LAYER = re.compile(r"(?:^|\.)(?:layers|blk)\.(\d+)\.")
-
-
-def _first_few(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
-    return ", ".join(names[:SHOWN_NAMES]) + more
 
 
 def _sum_by_device(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:

@@ -92,6 +92,12 @@ class AskedProcess:
         self.opened = self._asked(process, self._opening, self._start_seconds)
         return process
 
+    def kill(self) -> None:
+        """Kill the process, if it runs, whoever waits for an answer of it: they get ProcessEndedError."""
+        process = self.process
+        if process is not None and self._pid == os.getpid():
+            process.kill()
+
     def close(self) -> None:
         """End the process. Another one is started when a question comes."""
         with self._lock:

@@ -18,8 +18,10 @@ import signal
 import struct
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO
+from functools import partial
+from typing import IO, TypeVar
 
 from ktransformers import errors
 from ktransformers.errors import EngineError, KTransformersError
@@ -36,6 +38,7 @@ __all__ = [
     "leave_signals",
     "read_frame",
     "reported_error",
+    "run_aside",
     "spawn_code",
 ]
 
@@ -44,6 +47,8 @@ PARENTS_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _LOWEST_PRIORITY = 19
 FRAME_HEADER = struct.Struct("<I")
+
+_Made = TypeVar("_Made")
 
 
 def framed(data: bytes) -> bytes:
@@ -119,19 +124,26 @@ def leave_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)
 
 
-def import_aside(module: str) -> None:
-    """Import a module while others compute: at the lowest priority, so that a model's steps do not wait for it.
+def run_aside(work: Callable[[], _Made], niceness: int = _LOWEST_PRIORITY) -> _Made:
+    """Return what `work` does while others compute: at a low priority, so that a model's steps do not wait for it.
 
-    In a thread of its own, since a thread without privileges never gets its priority back. Raises what the import does.
+    In a thread of its own, since a thread without privileges never gets its priority back. niceness: of that thread,
+    unless this one's is higher. Raises what `work` does.
     """
 
-    def run() -> None:
+    def run() -> _Made:
         if sys.platform == "linux":  # elsewhere priorities are those of processes
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
-        importlib.import_module(module)
+            own = os.getpriority(os.PRIO_PROCESS, 0)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), max(own, niceness))
+        return work()
 
-    with ThreadPoolExecutor(1, "import") as thread:
-        thread.submit(run).result()
+    with ThreadPoolExecutor(1, "aside") as thread:
+        return thread.submit(run).result()
+
+
+def import_aside(module: str) -> None:
+    """Import a module by `run_aside`. Raises what the import does."""
+    run_aside(partial(importlib.import_module, module))
 
 
 def follow_parent() -> None:

@@ -149,7 +149,7 @@ def test_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ktransformers.kernels.cpu.lacking_isa", lambda: Isa.AMX)
     lacking = only(software.instruction_set({}))
     assert (lacking.level, lacking.text) == (Level.WARNING, "scalar; this processor has amx, which this build lacks")
-    assert lacking.remedy == "pip install -C cmake.define.KTRANSFORMERS_TIERS=all ."
+    assert lacking.remedy == "pip install --config-settings cmake.define.KTRANSFORMERS_TIERS=all ."
 
 
 @pytest.mark.parametrize(

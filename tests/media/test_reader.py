@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from ktransformers.errors import ConfigError
 from ktransformers.media import reader as reader_module
 from ktransformers.media.decoding import decode
 from ktransformers.media.processing import Processor
-from ktransformers.media.reader import ChildReader
+from ktransformers.media.reader import ChildReader, key_of
 from ktransformers.media.store import PictureStore
 from tests.support.pictures.folders import FAMILIES, write_folder
 
@@ -65,6 +66,52 @@ def test_a_picture_is_decoded_once(reader: ChildReader, monkeypatch: pytest.Monk
         assert reader.read(png(70, 70)) == picture
     reader.store._nbytes.pop(picture.digest)  # as if it had gone for others
     assert reader.read(png(70, 70)) == picture
+
+
+def test_those_that_were_asked_for_last_are_known(reader: ChildReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_module, "_MOST_KNOWN", 2)
+    one, other, third = (png(side, side) for side in (71, 72, 73))
+    for data in (one, other, one, third):
+        reader.read(data)
+    assert [reader.known(key_of(data)) is not None for data in (one, other, third)] == [True, False, True]
+    assert reader.known(key_of(one), "low") is None
+
+
+def test_a_picture_waits_for_the_process_that_starts_ahead(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    reader = ChildReader(folder, PictureStore())
+    reader.start_ahead()
+    assert reader.read(png(40, 40)).width == 40
+    assert reader._starting is not None
+    reader._starting.join()
+    process = reader.child.process
+    assert reader.read(png(50, 50)).width == 50
+    assert reader.child.process is process
+    reader.close()
+    assert not caplog.records
+
+
+def test_a_process_that_dies_while_it_starts_is_started_by_the_first_picture(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = ChildReader(folder, PictureStore())
+    command, reader.child._command = reader.child._command, [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    reader.start_ahead()
+    assert reader._starting is not None
+    reader._starting.join()
+    assert "pictures cannot be read so far: the process that reads pictures does not start: signal 9" in caplog.text
+    reader.child._command = command
+    assert reader.read(png(40, 40)).width == 40
+    reader.close()
+
+
+def test_closing_does_not_wait_for_a_start(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    reader = ChildReader(folder, PictureStore())
+    reader.child._command = [sys.executable, "-c", "import sys; sys.stdin.read()"]  # never answers
+    reader.start_ahead()
+    reader.close()
+    assert reader.child.process is None
+    assert not caplog.records
+    assert not reader.store.folder.exists()
 
 
 def test_detail(reader: ChildReader) -> None:

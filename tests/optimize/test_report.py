@@ -107,6 +107,7 @@ def test_json() -> None:
         "prefill_op": "torch",
         "quant_types": ["F32"],
         "bytes": {"cpu": 4 * 160 * 64},
+        "stored_experts": 0,
         "rule": None,
         "rule_place": "",
         "note": "",

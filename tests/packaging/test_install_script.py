@@ -216,7 +216,7 @@ class Install:
         return compiled + self.notes.read_text().splitlines()
 
 
-ALL_TIERS = "-C cmake.define.KTRANSFORMERS_TIERS=all -C cmake.define.KTRANSFORMERS_EMULATED=ON"
+ALL_TIERS = " ".join(f"--config-settings cmake.define.KTRANSFORMERS_{one}" for one in ("TIERS=all", "EMULATED=ON"))
 COMPILED = f"pip install -q --no-deps {ALL_TIERS} -e ."
 
 

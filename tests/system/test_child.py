@@ -30,6 +30,17 @@ def test_imports_aside_have_the_lowest_priority_and_their_process_keeps_its_own(
     assert done.stdout.split() == ["19", str(os.getpriority(os.PRIO_PROCESS, 0))]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="priorities are those of processes elsewhere")
+def test_work_aside_is_never_above_its_process() -> None:
+    code = (
+        "import os, threading; from ktransformers.system.child import run_aside; "
+        "seen = lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id()); "
+        "print(run_aside(seen, 19), os.nice(19), run_aside(seen, 10))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["19", "19", "19"]
+
+
 def test_what_an_import_aside_raises_is_raised() -> None:
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         import_aside("no_such_module")

@@ -127,6 +127,7 @@ class ExpertStore {
   void set_guest(Pool& pool, Slot& slot, bool is_guest);
   void begin_read(int32_t slot, int64_t record);
   void unpin(int32_t slot);
+  void check_owner() const;
   int64_t checked_record(int64_t layer, int64_t expert) const;
   void pin_held(Pool& pool, int32_t slot);
   void unpin_held(Pool& pool, int32_t slot);

@@ -5,8 +5,12 @@
 
 namespace kt {
 
-int64_t ExpertStore::checked_record(int64_t layer, int64_t expert) const {
+// Before the mutex is locked, which somebody may have held when this process was forked.
+void ExpertStore::check_owner() const {
   if (is_forked()) throw std::runtime_error("this ExpertStore was made before fork() and has no memory here");
+}
+
+int64_t ExpertStore::checked_record(int64_t layer, int64_t expert) const {
   check_open();
   const Layer& of = layers_.at(static_cast<size_t>(layer));
   if (expert < 0 || expert >= of.num_experts)
@@ -29,6 +33,7 @@ void ExpertStore::unpin_held(Pool& pool, int32_t at) {
 }
 
 const uint8_t* ExpertStore::hold(int64_t layer, int64_t expert) {
+  check_owner();
   const std::lock_guard<std::mutex> lock(shared_->mutex);
   const int64_t record = checked_record(layer, expert);
   Pool& pool = pools_[layer_of(record).pool];
@@ -55,6 +60,7 @@ bool ExpertStore::acquire_held(Pool& pool, int64_t record) {
 }
 
 std::vector<const uint8_t*> ExpertStore::read(int64_t layer, const std::vector<int64_t>& experts) {
+  check_owner();
   std::unique_lock<std::mutex> lock(shared_->mutex);
   std::vector<int64_t> records;
   for (int64_t expert : experts) records.push_back(checked_record(layer, expert));
@@ -90,6 +96,7 @@ std::vector<const uint8_t*> ExpertStore::read(int64_t layer, const std::vector<i
 }
 
 void ExpertStore::release(int64_t layer, int64_t expert, bool is_kept) {
+  check_owner();
   const std::lock_guard<std::mutex> lock(shared_->mutex);
   const int64_t record = checked_record(layer, expert);
   Pool& pool = pools_[layer_of(record).pool];

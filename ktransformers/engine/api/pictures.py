@@ -118,8 +118,8 @@ class Pictures:
         self.reader: ChildReader | None = None
 
     def attach(self, tokenizer: Tokenizer, *, has_tower: bool = True) -> None:
-        """Take the tokenizer of the model that was built, and have it take pictures. has_tower: whether it was built
-        with one."""
+        """Take the tokenizer of the model that was built, and have it take pictures; what reads them starts beside it.
+        has_tower: whether it was built with one."""
         folder = _folder(self._given)
         if self.why_not is None and not has_tower:
             self.why_not = NO_TOWER
@@ -133,6 +133,7 @@ class Pictures:
             return
         self.reader = ChildReader(staged, self.store, _tower_key(self._given))
         tokenizer.use_pictures(self.reader)
+        self.reader.start_ahead()
 
     def _staged(self, folder: Path, tokenizer: Tokenizer, store: PictureStore) -> Path:
         """The folder of the processor: the model's own or, where it has none, or its tokenizer is in another form (a

@@ -28,6 +28,7 @@ from ktransformers.tokenizer.tokenizer import Message
 __all__ = ["SentPicture", "picture_part", "split_pictures"]
 
 _SOURCES = ("image", "path", "url", "base64", "image_pil", "image_url")
+_MOST_PLAIN_NBYTES = MAX_NBYTES // 2
 _PART = (
     'a picture is {"type": "image", "image": a path, bytes, a PIL image or a data URL}, or '
     '{"type": "image_url", "image_url": {"url": a data URL}}'
@@ -43,7 +44,13 @@ class _Image(Protocol):
 
     def convert(self, mode: str) -> _Image: ...
 
-    def save(self, fp: io.BytesIO, format: str, *, compress_level: int) -> None: ...
+    @property
+    def size(self) -> tuple[int, int]: ...
+
+    @property
+    def info(self) -> Mapping[str | tuple[int, int], object]: ...
+
+    def save(self, fp: io.BytesIO, format: str, *, compress_level: int = ..., compression: str = ...) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +128,18 @@ def _of_file(path: Path) -> bytes:
 
 
 def _of_image(image: _Image) -> bytes:
+    """Encode PIL's image: the same bytes for the same pixels, by which it is known when it comes again.
+
+    As TIFF, in a small part of PNG's time, unless it is too large so, or has a palette or a transparent colour.
+    """
     data = io.BytesIO()
     try:
         made = image if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16") else image.convert("RGB")
-        made.save(data, "PNG", compress_level=1)
+        width, height = made.size
+        if made.mode == "P" or "transparency" in made.info or width * height * len(made.mode) > _MOST_PLAIN_NBYTES:
+            made.save(data, "PNG", compress_level=1)
+        else:
+            made.save(data, "TIFF", compression="raw")
     except (OSError, ValueError) as error:
         raise ConfigError(f"the PIL image cannot be read: {reason_of(error)}") from error
     return data.getvalue()

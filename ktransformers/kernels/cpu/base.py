@@ -42,7 +42,7 @@ ISA_VARIABLE = "KTRANSFORMERS_ISA"
 _FEW_ROWS = 8
 """Of a step up to which reading the weights is what takes time: a decode step with its draft tokens."""
 #: What compiles every tier, in the folder of the sources; without the option, those of the machine that compiles.
-REBUILD = "pip install -C cmake.define.KTRANSFORMERS_TIERS=all ."
+REBUILD = "pip install --config-settings cmake.define.KTRANSFORMERS_TIERS=all ."
 
 
 def _native_types() -> frozenset[QuantType]:

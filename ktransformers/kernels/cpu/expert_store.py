@@ -23,6 +23,9 @@ __all__ = ["DISK_BLOCK", "ExpertStore", "Extent", "ReadError", "RecordLayout", "
 
 logger = logging.getLogger(__name__)
 
+# As in csrc/ops/store/expert_store.cpp.
+_WAVE_NBYTES, _LEAST_WAVE, _MOST_WAVE, _GUEST_SHARE = 32 << 20, 4, 16, 8
+
 DISK_BLOCK: int = extension.DISK_BLOCK
 """Bytes of which a record, and where it begins in a packed file, are multiples."""
 
@@ -90,6 +93,19 @@ class StoreStats:
     def hit_rate(self) -> float:
         """Share of experts that were in memory, 0 before the first call."""
         return self.hits / max(self.hits + self.misses, 1)
+
+
+def least_store_nbytes(records: Mapping[int, int], top_k: int) -> int:
+    """Return the smallest budget that `ExpertStore.open` takes. records: {bytes of a record: how many have that size}.
+
+    Of each size the experts of a token have slots, and those that prompts read meanwhile: csrc/ops/store.
+    """
+    least = 0
+    for nbytes, count in records.items():
+        wave = min(max(_WAVE_NBYTES // nbytes, _LEAST_WAVE), _MOST_WAVE)
+        guests = max(2, min(2 * wave, count // _GUEST_SHARE))
+        least += nbytes * min(count, top_k + guests)
+    return least
 
 
 class ExpertStore:

@@ -13,6 +13,7 @@ from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.api.pictures import Pictures, why_no_pictures
 from ktransformers.engine.sequence.prompts import PromptIds
 from ktransformers.errors import UnsupportedError
+from ktransformers.media.reader import ChildReader
 from ktransformers.media.records import MediaItem, media_ids
 from ktransformers.tokenizer.loading import load_tokenizer
 from tests.support.models.demo import DEMO_GGUF
@@ -54,9 +55,24 @@ def test_a_model_of_pictures_has_a_folder_until_it_is_closed(tmp_path: Path) -> 
     tokenizer = load_tokenizer(folder, None)
     pictures.attach(tokenizer)
     assert pictures.reader is not None
-    assert pictures.reader.child.process is None  # nobody has sent a picture
+    assert pictures.reader._starting is not None  # before anyone has sent a picture
     pictures.close()
+    assert pictures.reader.child.process is None
     assert not store.exists()
+
+
+def test_nothing_starts_for_a_model_without_a_tower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_folder(tmp_path / "model", "gemma3", FAMILIES["gemma3"])
+    tokenizer = load_tokenizer(folder, None)
+    monkeypatch.setattr(ChildReader, "start_ahead", lambda reader: pytest.fail("it starts"))
+    for config, has_tower in (
+        (EngineConfig(model_path=folder), False),
+        (EngineConfig(model_path=folder, tower_device="none"), True),
+    ):
+        pictures = Pictures(config)
+        pictures.attach(tokenizer, has_tower=has_tower)
+        assert pictures.reader is None
+        pictures.close()
 
 
 def test_a_tokenizer_in_another_form_goes_beside_the_processor(tmp_path: Path) -> None:

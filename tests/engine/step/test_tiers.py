@@ -127,14 +127,12 @@ def test_steps_are_those_of_experts_in_ram(config: EngineConfig) -> None:
     assert not pool._sources
 
 
-def test_a_read_that_fails(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_fails(config: EngineConfig) -> None:
     """The step fails; slots and map are what they were to be, and experts change places in the next steps."""
-    monkeypatch.setattr("ktransformers.optimize.expert_slots._LEAST_TOKENS", 1)
-    config = replace(config, experts_ram=7 * 20480 / 2**30)
-    engine = static_engine(config, hardware=TieredMachine().hardware())
+    engine = static_engine(replace(config, experts_ram=1e-6), hardware=TieredMachine().hardware())
     pool = pool_of(engine)
     engine.expert_files.store.fill(wait=True)
-    assert engine.expert_files.store.stats().num_slots == 7
+    assert engine.expert_files.store.stats().num_slots == 6  # of a token's 4 experts, and 2 that are read meanwhile
     engine.expert_files.store.handle._fail_next(1)
     with pytest.raises(ReadError, match=r"model\.gguf"):
         read_something(engine)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,8 @@ import torch
 
 from ktransformers.errors import CapacityError, FormatError, WeightError
 from ktransformers.kernels.cpu import ExpertStore, MoeKernel, WorkerPool
-from ktransformers.kernels.cpu.expert_store import Extent
-from ktransformers.kernels.types import ActivationSpec, ExpertWeights, RawTensor
+from ktransformers.kernels.cpu.expert_store import Extent, least_store_nbytes
+from ktransformers.kernels.types import ActivationSpec, ExpertWeights, QuantType, RawTensor
 from tests.support.checks.stored_experts import Stored, build, make_layer, write_records
 
 MakeWeight = Callable[..., RawTensor]
@@ -162,6 +164,27 @@ def test_all_fit(make_weight: MakeWeight, pool: WorkerPool, tmp_path: Path) -> N
     stats = made.store.stats()
     assert (stats.misses, stats.hits, stats.hit_rate) == (0, 16, 1.0)
     made.store.close()
+
+
+@pytest.mark.parametrize(("experts", "layers", "top_k"), [(8, 1, 2), (8, 5, 3), (64, 4, 8), (16, 1, 16)])
+def test_the_smallest_budget(
+    experts: int, layers: int, top_k: int, make_weight: MakeWeight, pool: WorkerPool, tmp_path: Path
+) -> None:
+    """What a plan takes for it is what the store takes, with records of two sizes."""
+    kinds = [(QuantType.Q8_0, QuantType.Q8_0), (QuantType.Q8_0, QuantType.F32)]
+    several = [make_layer(make_weight, pool, kinds[i % 2], experts=experts, seed=i) for i in range(layers)]
+    written = write_records(tmp_path / "experts", several)
+    records = Counter[int]()
+    for layout, extents in written:
+        records[layout.nbytes] += len(extents)
+    least = least_store_nbytes(records, top_k)
+    for budget in (least - 1, least):
+        store = ExpertStore([tmp_path / "experts"], pool, budget)
+        for number, (layout, extents) in enumerate(written):
+            store.add_layer(number, layout, extents)
+        with pytest.raises(CapacityError) if budget < least else nullcontext():
+            store.open(top_k)
+        store.close()
 
 
 def test_what_is_refused(make_weight: MakeWeight, pool: WorkerPool, tmp_path: Path) -> None:
