@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.builder import plan_model
+from ktransformers.engine.load.builder import build_engine, plan_model
 from ktransformers.errors import KernelError, WeightError
 from ktransformers.kernels.cpu.expert_store import ReadError
 from ktransformers.kernels.types import QuantType
+from ktransformers.scheduler.records import StepPlan
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
-from tests.support.engines.gpu_engines import EXPERTS_ON_CPU, Gpu, rules_of
+from tests.support.engines.gpu_engines import EXPERTS_ON_CPU, Gpu, rules_of, sequence_start, step_row
 from tests.support.engines.one_sequence import StaticEngine, static_engine
 from tests.support.gguf.writer import write_gguf
 from tests.support.models.tiny_models import tiny_model
@@ -141,6 +142,40 @@ def test_a_read_that_fails(config: EngineConfig) -> None:
     assert pool.policy.totals.uploads > 0
     check_slots(pool)
     engine.close()
+
+
+def test_answers_in_a_step_that_fails_end(config: EngineConfig) -> None:
+    """With an error that names the file; the service goes on, and experts change places as before."""
+    config = replace(config, experts_ram=1e-6, use_cuda_graph=False)
+    paged = build_engine(config, page_size=4, max_batch_size=2, hardware=TieredMachine().hardware())
+    assert paged.expert_files is not None
+    store = paged.expert_files.store
+    store.fill(wait=True)
+    (gpu,) = paged.hot.gpus
+    (pool,) = gpu.pools
+    failed, run_id = list[tuple[int, str]](), 0
+    while not failed:
+        store.handle._fail_next(1)
+        starts = [sequence_start(run_id, [3 + run_id, 5])]
+        rows = [step_row(run_id, starts[0].token_ids, 0, [0])]
+        ended = [run_id - 1] if run_id else []
+        result = paged.executor.execute(StepPlan(step_id=run_id, ended=ended, starts=starts, rows=rows))
+        failed, run_id = result.failed, run_id + 1
+    assert [who for who, _ in failed] == [run_id - 1]
+    assert "model.gguf cannot be read" in failed[0][1]
+    check_slots(pool.slots)
+    uploads = pool.slots.policy.totals.uploads
+    starts = [sequence_start(run_id, [5, 9])]
+    rows, ended = [step_row(run_id, [5, 9], 0, [0])], [run_id - 1]
+    store.handle._fail_next(0)
+    for position in range(2, 12):
+        result = paged.executor.execute(StepPlan(step_id=run_id + position, ended=ended, starts=starts, rows=rows))
+        assert not result.failed
+        starts, ended, rows = [], [], [step_row(run_id, [5 + 4 * (position % 2)], position, [0, 1, 2])]
+    assert pool.slots.policy.totals.uploads > uploads
+    check_slots(pool.slots)
+    paged.close()
+    assert not pool.slots._sources
 
 
 def test_a_read_that_fails_while_slots_are_filled(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
