@@ -202,20 +202,20 @@ def _disk_lines(plan: Plan, disk: DiskPrediction | None) -> list[str]:
         return []
     slots = plan.extra_bytes[EXPERT_SLOTS]["cpu"]
     sizes = f"{shown_size(plan.stored_experts)} of experts, {shown_size(slots)} of them in RAM"
-    if on_gpus(plan):
-        sizes += f", {shown_size(on_gpus(plan))} on GPUs"
     if disk is None:
         return [
             _line("from disk", sizes),
             _line("", "  how fast that is depends on the disk, and there is no file to read"),
         ]
     most = "" if disk.is_measured else "at most "
-    found = f"{_range(disk.hits, '{:.0%}'.format)} found in RAM"
-    if disk.gpu_hits[1]:
-        found = f"{_range(disk.gpu_hits, '{:.0%}'.format)} found on GPUs, {found.removesuffix('in RAM')}there or in RAM"
+    found, where, there = _range(disk.hits, "{:.0%}".format), "in RAM", list[str]()
+    if on_gpus(plan):
+        where, served = "there or in RAM", _range(disk.gpu_hits, "{:.0%}".format)
+        there = [_line("", f"  {shown_size(on_gpus(plan))} on GPUs, with {served} of what a token uses")]
     lines = [
         _line("from disk", f"{sizes}; it reads {disk.disk_rate / 1e9:.2f} GB/s"),
-        _line("", f"  a token uses {_gigabytes(round(disk.token_bytes))} of them, {found}"),
+        *there,
+        _line("", f"  a token uses {_gigabytes(round(disk.token_bytes))} of them, {found} found {where}"),
         _line("", f"  decode {most}{_range(disk.decode)} tokens/s, prefill {most}{_range(disk.prefill)}"),
     ]
     if disk.is_slow:
