@@ -421,12 +421,6 @@ class EngineConfig:
                 "--attention_products kv multiplies what --kv_type bf16 (on the CPU), int8 or fp8 (on a GPU) keeps, "
                 f"and --kv_type is {self.kv_type}: give one of these, or leave --attention_products out"
             )
-
-        if self.experts_from == "disk" and hot_slots(self.hot_experts) is not None:
-            raise ConfigError(
-                f"--hot_experts {self.hot_experts} fills slots on a GPU from RAM, and --experts_from disk has "
-                "experts in files: leave one of them out"
-            )
         if self.experts_ram and self.experts_from == "ram":
             raise ConfigError(
                 "--experts_ram is for slots of experts in files, and --experts_from ram keeps all of them in RAM: give "

@@ -39,8 +39,9 @@ from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.types import ActivationSpec
 from ktransformers.models.facts import ModelFacts
 from ktransformers.operators.device import Device
+from ktransformers.operators.experts.host_experts import HostExperts
 from ktransformers.operators.experts.split import CpuRate, PrefillRates
-from ktransformers.operators.experts.staging import HostExperts, StagingSize
+from ktransformers.operators.experts.staging import StagingSize
 from ktransformers.operators.experts.streamed import PrefillShape
 from ktransformers.operators.linear.packed import pack_experts
 from ktransformers.system.cores import usable_cores

@@ -49,6 +49,27 @@ void bind_store(nb::module_& m) {
       .def("open", &ExpertStore::open, nb::arg("budget_nbytes"), nb::arg("top_k"),
            nb::call_guard<nb::gil_scoped_release>())
       .def("fill", &ExpertStore::fill, nb::arg("scores"), nb::arg("wait"), nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "hold",
+          [](ExpertStore& self, int64_t layer, int64_t expert) {
+            return reinterpret_cast<uintptr_t>(self.hold(layer, expert));
+          },
+          nb::arg("layer"), nb::arg("expert"))
+      .def(
+          "read",
+          [](ExpertStore& self, int64_t layer, const std::vector<int64_t>& experts) {
+            std::vector<uintptr_t> found;
+            for (const uint8_t* one : self.read(layer, experts)) found.push_back(reinterpret_cast<uintptr_t>(one));
+            return found;
+          },
+          nb::arg("layer"), nb::arg("experts"), nb::call_guard<nb::gil_scoped_release>())
+      .def("release", &ExpertStore::release, nb::arg("layer"), nb::arg("expert"), nb::arg("is_kept"))
+      .def("max_held", &ExpertStore::max_held, nb::arg("layer"))
+      .def("memory",
+           [](ExpertStore& self) {
+             const auto [data, nbytes] = self.memory();
+             return std::make_tuple(reinterpret_cast<uintptr_t>(data), nbytes);
+           })
       .def("close", &ExpertStore::close, nb::call_guard<nb::gil_scoped_release>())
       .def("scores", &ExpertStore::scores)
       .def("stats",

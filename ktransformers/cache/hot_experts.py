@@ -7,7 +7,8 @@ decided then:
     observe    counts picks, of experts without a slot as of others: a pick counts half after `half_life` steps
     decide     an expert is worth its count / (its age + RECENCY), with the steps since its last pick as its age. One
                that is picked a second time within WINDOW steps takes the place of the one that is worth least, of any
-               layer, if it is worth `margin` times as much; at most max_uploads a step, those first that are worth most
+               layer, if it is worth `margin` times as much; at most max_uploads a step, those first that are worth
+               most. One whose bytes are not at hand is passed by, and nothing goes for it
     land       its bytes are there: the map names its slot from the next step on
     lend       the last slots are wanted for something else: the experts that are worth least go, others move out of
                them. reclaim: the best of those without a slot come back, by uploads
@@ -24,7 +25,7 @@ L layers of the pool, E experts of each, S slots of the pool.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -219,9 +220,12 @@ class HotExperts:
         if totals.steps % _JUDGED_EVERY == 0:
             self._judge()
 
-    def decide(self) -> list[Upload]:
+    def decide(self, can_come: Callable[[int, int], bool] | None = None) -> list[Upload]:
         """Return the uploads to begin now. Their experts have no slot until they land; those that they replace have
         none now.
+
+        can_come: whether (layer, expert) can be uploaded now. It is asked once, for one that is worth it: an upload
+        follows if it says so. None: all can.
         """
         wanted, self._wanted = self._wanted, self._wanted[:0]
         wanted = wanted[self._slots[wanted] < 0]
@@ -235,12 +239,18 @@ class HotExperts:
         order = np.argsort(-worth_of_wanted, kind="stable")[: self.max_uploads]
         lowest = _lowest(worth_of_there, len(order))
         least = self.margin * worth_of_there[lowest] + _HEAD_START * self._recent.newest / RECENCY
-        num_better = int(np.count_nonzero(worth_of_wanted[order[: len(lowest)]] > least))
-        leavers, comers = there[lowest[:num_better]], wanted[order[:num_better]]
+        comers = list[int]()
+        for at in order.tolist():
+            if len(comers) == len(lowest) or not worth_of_wanted[at] > least[len(comers)]:
+                break
+            comer = int(wanted[at])
+            if can_come is None or can_come(*divmod(comer, self.num_experts)):
+                comers.append(comer)
+        leavers = there[lowest[: len(comers)]]
         slots = self._slots[leavers].tolist()
         self._slots[leavers] = -1
-        self.totals.uploads += num_better
-        return [self._sent(comer, slot) for comer, slot in zip(comers.tolist(), slots, strict=True)]
+        self.totals.uploads += len(comers)
+        return [self._sent(comer, slot) for comer, slot in zip(comers, slots, strict=True)]
 
     def land(self, uploads: Iterable[Upload]) -> None:
         """Note that the bytes of these uploads are in their slots."""

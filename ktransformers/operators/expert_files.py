@@ -31,6 +31,7 @@ __all__ = ["ExpertFiles", "ExpertRecords"]
 Scores = Mapping[int, npt.NDArray[np.float64]]
 
 _SAVED_EVERY = 4096  # steps
+_UNKNOWN = 1e-3  # picks of an expert of which nothing is known: more than those need that are on a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class ExpertFiles:
     _taken: StoreStats | None = field(default=None, init=False)
     _num_taken: int = field(default=0, init=False)
     _save: Callable[[Scores], None] | None = field(default=None, init=False)
+    _counted_elsewhere: frozenset[int] = field(default=frozenset(), init=False)
 
     @property
     def paths(self) -> Sequence[Path]:
@@ -119,18 +121,26 @@ class ExpertFiles:
         self.store.open(top_k)
         self._taken = self.store.stats()
 
-    def fill(self, learned: Scores, save: Callable[[Scores], None]) -> None:
+    def fill(
+        self,
+        learned: Scores,
+        save: Callable[[Scores], None],
+        elsewhere: Mapping[int, npt.NDArray[np.bool_]] | None = None,
+    ) -> None:
         """Begin to read experts to slots that are empty, while nothing else is read: those first that were used most.
 
         learned: scores at earlier starts by the layer's number in the model, fp64 [E]; of other layers they are left
-        out. save: called with the scores of all layers now and then, and at the end.
+        out. save: called with the scores of all layers now and then, and at the end. elsewhere: of layers whose picks
+        somebody else counts and saves, bool [E]: the experts that are on a GPU at first, and come last.
         """
-        known = {layer: torch.from_numpy(scores) for layer, scores in learned.items()}
-        ours = self.store.scores()
-        self.store.fill(
-            {layer: one for layer, one in known.items() if layer in ours and one.shape == ours[layer].shape}
-        )
-        self._save = save
+        known, counted_elsewhere = dict[int, torch.Tensor](), elsewhere or {}
+        for layer, ours in self.store.scores().items():
+            found = learned.get(layer)
+            scores = torch.from_numpy(found) if found is not None and found.shape == tuple(ours.shape) else ours * 0.0
+            is_there = torch.from_numpy(counted_elsewhere.get(layer, np.zeros(len(ours), np.bool_)))
+            known[layer] = torch.where(is_there, 0.0, scores + (_UNKNOWN if counted_elsewhere else 0.0))
+        self.store.fill(known)
+        self._save, self._counted_elsewhere = save, frozenset(counted_elsewhere)
 
     def take(self) -> tuple[int, int, int, float, int]:
         """Return what is new since the last call: experts of calls that were in RAM, those that were not, bytes read,
@@ -161,7 +171,8 @@ class ExpertFiles:
 
     def _save_scores(self) -> None:
         if self._save is not None and self._taken is not None and self._taken.hits + self._taken.misses:
-            self._save({layer: scores.numpy() for layer, scores in self.store.scores().items()})
+            scores = {layer: one.numpy() for layer, one in self.store.scores().items()}
+            self._save({layer: one for layer, one in scores.items() if layer not in self._counted_elsewhere})
 
     def close(self) -> None:
         """Let go of slots and files. No kernel may be called any more."""

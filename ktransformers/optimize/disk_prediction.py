@@ -1,7 +1,7 @@
 """Predicts tokens a second of a plan whose experts stay in files in part, from bytes, slots and measured rates.
 
-    decode     a token reads its experts from RAM, and those that no slot holds from the disk before
-    prefill    a step of many rows reads all experts that no slot holds, once
+    decode     a token reads its experts from slots on GPUs and in RAM, and those that none holds from the disk before
+    prefill    a step of many rows reads all experts that no slot in RAM holds, once
 
 How many a slot holds depends on routing, so that all comes as a range. Its ends: all experts are used alike, so that as
 many are found as there are slots, and reads wait for products; and a quarter of the experts has SKEWED_SHARE of the
@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ktransformers.optimize.expert_slots import EXPERT_SLOTS
+from ktransformers.optimize.expert_slots import EXPERT_SLOTS, on_gpus
 from ktransformers.optimize.hot_slots import LearnedPicks
 from ktransformers.optimize.plan import Plan
 from ktransformers.weights.synthetic import SKEWED_SHARE
@@ -31,7 +31,8 @@ _EXPONENT = math.log(SKEWED_SHARE) / math.log(0.25)
 @dataclass(frozen=True, slots=True)
 class DiskPrediction:
     """Predicted use of experts in files. stored_bytes: of all; slot_bytes: of those that RAM holds. token_bytes: of
-    those that a token uses. disk_rate: bytes a second. hits: share of a token's that RAM has, least and most.
+    those that a token uses. disk_rate: bytes a second. hits: share of a token's that RAM and GPUs have, least and most;
+    gpu_hits: that GPUs have, which hold those that are used most.
 
     decode, prefill: tokens a second of one sequence, least and most. is_measured: whether what products take is in
     them.
@@ -45,6 +46,7 @@ class DiskPrediction:
     decode: tuple[float, float]
     prefill: tuple[float, float]
     is_measured: bool = True
+    gpu_hits: tuple[float, float] = (0.0, 0.0)
 
     @property
     def is_slow(self) -> bool:
@@ -77,9 +79,13 @@ def predict_from_disk(
         for entry in plan.entries
         if entry.stored_experts
     )
-    share = slots / max(stored, 1)
-    most = skewed_hits(share) if learned is None else learned.hits(share)
-    hits = share, max(most, share)
+    served = skewed_hits if learned is None else learned.hits
+
+    def found(nbytes: int) -> tuple[float, float]:
+        share = min(nbytes / max(stored, 1), 1.0)
+        return share, max(served(share), share)
+
+    hits = found(on_gpus(plan) + slots)
     slow, fast = ((1.0 - hit) * token / disk_rate for hit in hits)
     # A chunk passes by what decode needs: slots keep what they hold, and all else is read.
     chunk = (stored - slots) / disk_rate / chunk_size
@@ -91,4 +97,5 @@ def predict_from_disk(
         hits,
         (1.0 / max(token_seconds + slow, 1e-9), 1.0 / max(token_seconds, fast, 1e-9)),
         (1.0 / max(row_seconds + chunk, 1e-9), 1.0 / max(row_seconds, chunk, 1e-9)),
+        gpu_hits=found(on_gpus(plan)),
     )

@@ -12,7 +12,7 @@ from ktransformers.kernels.cpu.expert_store import least_store_nbytes
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.optimize.plan import Plan, PlanEntry, format_bytes
 
-__all__ = ["CHUNK_FROM_DISK", "EXPERT_SLOTS", "FILES", "describe_slots", "with_expert_slots"]
+__all__ = ["CHUNK_FROM_DISK", "EXPERT_SLOTS", "FILES", "describe_slots", "on_gpus", "with_expert_slots"]
 
 EXPERT_SLOTS = "expert slots"
 """What the plan's table calls the RAM of experts that are read from files."""
@@ -31,7 +31,8 @@ def with_expert_slots(plan: Plan, asked_nbytes: int, top_k: int) -> Plan:
     """Return `plan` with memory for slots of the experts that stay in files.
 
     asked_nbytes: 0 for what the plan leaves of RAM, less a reserve: some memory is needed that no plan knows, and a
-    control group that is full ends the process. top_k: experts that a token takes of a layer.
+    control group that is full ends the process. top_k: experts that a token takes of a layer. Experts that have a slot
+    on a GPU need none in RAM.
     """
     records = Counter[int]()
     for entry in plan.entries:
@@ -40,13 +41,23 @@ def with_expert_slots(plan: Plan, asked_nbytes: int, top_k: int) -> Plan:
             records[entry.stored_experts // count] += count
     if not records:
         return plan
-    total = plan.stored_experts
+    most = plan.stored_experts - on_gpus(plan)
     left = plan.capacity.get("cpu", 0) - plan.total_bytes.get("cpu", 0)
     reserve = _RESERVE + int(_RESERVED_SHARE * plan.capacity.get("cpu", 0))
-    least = min(least_store_nbytes(records, top_k), total)
-    nbytes = min(max(asked_nbytes or left - reserve, least), total)
-    entries = tuple(replace(entry, note=_NOTE) if entry.stored_experts else entry for entry in plan.entries)
+    least = min(least_store_nbytes(records, top_k), plan.stored_experts)
+    nbytes = max(min(asked_nbytes or left - reserve, most), least)
+    entries = tuple(_noted(entry) if entry.stored_experts else entry for entry in plan.entries)
     return replace(plan, entries=entries, extra_bytes={**plan.extra_bytes, EXPERT_SLOTS: {"cpu": nbytes}})
+
+
+def on_gpus(plan: Plan) -> int:
+    """Return the bytes of experts in files that have slots on GPUs."""
+    stored = {entry.key: entry.stored_experts for entry in plan.entries}
+    return round(sum(share * stored[key] for key, (_, share) in plan.slots.items()))
+
+
+def _noted(entry: PlanEntry) -> PlanEntry:
+    return replace(entry, note="; ".join(part for part in (entry.note, _NOTE) if part))
 
 
 def _num_experts(plan: Plan, entry: PlanEntry) -> int:

@@ -49,10 +49,10 @@ _MOST_LOSS = 0.02  # of a step of one sequence, with even routing
 # Seconds of a replayed step. _HAND_OVER, of a layer's experts to the CPU beside reading them (27 us there, and what the
 # GPU does before and behind), and _OUTSIDE, of a step outside of layers, were measured on an H100 with 16 Xeon cores.
 # The others are estimates: experts on the GPU beside reading them, what else a layer takes, and bytes a second of an
-# ordinary server's memory and of GPUs from the A100 on.
+# ordinary server's memory, of GPUs from the A100 on, and of a disk.
 _HAND_OVER, _OUTSIDE = 48e-6, 0.5e-3
 _RESIDENT, _LAYER = 12e-6, 50e-6
-_RAM, _VRAM = 100e9, 1.5e12
+_RAM, _VRAM, _DISK = 100e9, 1.5e12, 3e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,21 +112,24 @@ class LearnedPicks:
         return float(np.interp(share * (len(self.shares) - 1), np.arange(len(self.shares)), self.shares))
 
 
-def whole_layers(fitting: int, num_layers: int, read_nbytes: int, learned: LearnedPicks | None = None) -> int:
+def whole_layers(
+    fitting: int, num_layers: int, read_nbytes: int, learned: LearnedPicks | None = None, rate: float = _RAM
+) -> int:
     """Return how many of the layers that fit on a GPU go there whole, while slots get the rest of their room: so many
     that with even routing a step of one sequence takes at most 2 % longer than if all did, or by what was learned as
     make it shortest.
 
-    fitting: layers whose experts fit there, of num_layers. read_nbytes: of the experts that a token reads in a layer.
+    fitting: layers whose experts fit there, of num_layers. read_nbytes: of the experts that a token reads in a layer,
+    at `rate` bytes a second.
     """
     if fitting >= num_layers:
         return fitting
-    on_gpu, on_cpu = _RESIDENT + read_nbytes / _VRAM, _HAND_OVER + read_nbytes / _RAM
+    on_gpu, on_cpu = _RESIDENT + read_nbytes / _VRAM, _HAND_OVER + read_nbytes / rate
     if learned is not None:
 
         def seconds(whole: int) -> float:
             served = learned.hits((fitting - whole) / (num_layers - whole))
-            return whole * on_gpu + (num_layers - whole) * (_HAND_OVER + (1.0 - served) * read_nbytes / _RAM)
+            return whole * on_gpu + (num_layers - whole) * (_HAND_OVER + (1.0 - served) * read_nbytes / rate)
 
         return min(range(fitting, -1, -1), key=seconds)
     step = _OUTSIDE + num_layers * _LAYER + fitting * on_gpu + (num_layers - fitting) * on_cpu
@@ -148,7 +151,7 @@ def whole_layers_beside_slots(
     for device, layers in streamed_layers(plan, source).items():
         fitting = list(whole.values()).count(device)
         read = (facts.top_k() or 1) * max(one.nbytes for one in layers)
-        count = whole_layers(fitting, len(layers), read, learned)
+        count = whole_layers(fitting, len(layers), read, learned, _DISK if plan.stored_experts else _RAM)
         smallest = min(on_cpu[one.key] for one in layers)
         count = max(count, min(fitting, -(-missing // max(smallest, 1))))
         missing -= count * smallest

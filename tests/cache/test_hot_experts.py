@@ -119,6 +119,37 @@ def test_an_expert_is_uploaded_on_its_second_hit() -> None:
     assert policy.totals == HotTotals(steps=3, reads=3, hits=1, uploads=1)
 
 
+def test_what_cannot_come_is_passed_by() -> None:
+    """Nothing goes for it, the next best has the place that it would have had, and it is asked for again."""
+    policy, asked = begun(max_uploads=2), list[tuple[int, int]]()
+    first = policy.slot_of.copy()
+
+    def step(*refused: int) -> list[int]:
+        policy.launch()
+        policy.observe(picks_of((np.array([0, 0]), np.array([12, 13]))))
+
+        def can_come(layer: int, expert: int) -> bool:
+            asked.append((layer, expert))
+            return expert not in refused
+
+        uploads = policy.decide(can_come)
+        policy.check_integrity()
+        policy.land(uploads)
+        return [upload.expert for upload in uploads]
+
+    assert step() == []
+    assert step(12, 13) == []
+    assert asked == [(0, 12), (0, 13)]
+    assert (policy.slot_of == first).all()
+    assert policy.totals.uploads == 0
+    assert step(12) == [13]
+    taken = policy.slot_of[0, 13]
+    assert first.ravel()[first.ravel() == taken].size == 1
+    assert step() == [12]
+    assert asked == [(0, 12), (0, 13)] * 2 + [(0, 12)]
+    assert policy.totals.uploads == 2
+
+
 def test_same_steps_same_choices() -> None:
     steps = list(trace(200, LAYERS, EXPERTS, TOP_K, skew=SKEW))
     one, other = begun(), begun()

@@ -19,6 +19,7 @@ from ktransformers.engine.plan.dry_run import DryRun, dry_run
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.facts import LayerKind, ModelFacts
 from ktransformers.models.synthetic_shapes import SHAPES
+from ktransformers.optimize.disk_prediction import predict_from_disk
 from ktransformers.optimize.machine import Machine
 from ktransformers.optimize.machine_speed import CpuSpeed, Curve, MachineSpeed, StepCost
 from ktransformers.optimize.predict import Expected
@@ -207,6 +208,22 @@ def test_a_prediction_on_the_screen(name: str) -> None:
     assert first["tokens"] == prefill.tokens == 512
     assert sum(second["seconds_by_resource"].values()) == pytest.approx(second["seconds"])
     assert second["limits"][0][0] == "RAM bandwidth"
+
+
+def test_three_tiers_of_experts() -> None:
+    """GPU, RAM and disk: what each has, and finds of a token's."""
+    config = EngineConfig(experts_from="disk")
+    opened = open_synthetic(config, SHAPES["qwen3-30b-a3b"].config(), stands_for_files=True)
+    preview = dry_run(opened, machine(12.0, 8.0))
+    plan, summary = preview.plan, preview.summary
+    disk = predict_from_disk(plan, summary.top_k, summary.chunk_size, 2e9)
+    assert 0 < disk.gpu_hits[0] < disk.gpu_hits[1] < disk.hits[1] < 1
+    lines = screen(preview, RATES, None, disk)
+    assert [line for line in lines if len(line) > 80] == []
+    first = next(i for i, line in enumerate(lines) if line.startswith("from disk"))
+    assert "of experts" in lines[first]
+    assert f"on GPUs, with {disk.gpu_hits[0]:.0%} to {disk.gpu_hits[1]:.0%} of what a token uses" in lines[first + 1]
+    assert f"{disk.hits[0]:.0%} to {disk.hits[1]:.0%} found there or in RAM" in lines[first + 2]
 
 
 def test_why_nothing_is_predicted() -> None:

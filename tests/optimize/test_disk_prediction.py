@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -38,6 +40,16 @@ def test_a_token_reads_what_no_slot_has() -> None:
     slower = predict_from_disk(plan_of(4, 4 * GB, 4 * GB), TOP_K, 1000, 0.2e9)
     assert slower.decode == pytest.approx((0.2 / 1.5, 0.2 / 0.6))
     assert slower.is_slow
+
+
+def test_slots_on_a_gpu_serve_the_most_picked() -> None:
+    """Of 16 GB 2 GB are there and 2 GB in RAM; a prompt reads what RAM lacks."""
+    there = {f"l.{i}.experts": ("cuda:0", 0.25) for i in range(2)}
+    plan = replace(plan_of(4, 4 * GB, 2 * GB), slots=there)
+    found = predict_from_disk(plan, TOP_K, 1000, 1e9, token_seconds=0.1, row_seconds=0.01)
+    assert found.gpu_hits == pytest.approx((0.125, 0.7**1.5))  # an eighth is a quarter to the power of 1.5
+    assert found.hits == pytest.approx((0.25, 0.7))
+    assert found.prefill == pytest.approx((1 / (0.01 + 0.014), 1 / 0.014))
 
 
 def test_nothing_is_read_where_all_have_slots() -> None:

@@ -63,7 +63,20 @@ class ExpertStore {
   // Reads records to empty slots, while nothing else is to be read: those of the highest scores, and of equal ones as
   // many of each layer. scores: of an earlier time [records], or empty. wait: until that is over.
   void fill(const std::vector<double>& scores, bool wait);
-  // Ends the threads; later calls throw. Closing twice is fine. No call may be under way.
+  // Of records that are copied elsewhere. They are pinned as a call's are, at most max_held of a layer's pool at once,
+  // so that calls find slots; none of this counts as a pick. The record, if it is in memory and may be held; null
+  // otherwise. Never waits.
+  const uint8_t* hold(int64_t layer, int64_t expert);
+  // Reads distinct records, where they are not there, and holds all of them. Throws ReadError, and then holds none;
+  // std::invalid_argument for more than may be held now.
+  std::vector<const uint8_t*> read(int64_t layer, const std::vector<int64_t>& experts);
+  // is_kept: whether the record stays in memory; otherwise its slot is empty, unless somebody else uses it. Throws
+  // std::invalid_argument for one that is not held.
+  void release(int64_t layer, int64_t expert, bool is_kept);
+  int64_t max_held(int64_t layer) const { return pools_.at(layers_.at(static_cast<size_t>(layer)).pool).max_guests; }
+  // All slots, from `open` to `close`.
+  std::pair<const uint8_t*, int64_t> memory() const;
+  // Ends the threads; later calls throw. Closing twice is fine. No call may be under way, and nothing held be read.
   void close();
 
   StoreStats stats();
@@ -91,15 +104,15 @@ class ExpertStore {
   struct Slot {
     int64_t record = -1;
     uint8_t* data = nullptr;
-    int32_t pins = 0;
+    int32_t pins = 0, holds = 0;  // holds: of the pins, those of `hold` and `read`
     State state = State::Empty;
     bool is_guest = false, is_filled = false;  // is_filled: by `fill`, while it is read
   };
   struct Pool {
     int64_t nbytes = 0, num_records = 0;  // of a record; of all layers of the pool
     int64_t first_slot = 0, num_slots = 0;
-    int64_t max_guests = 0, num_guests = 0;
-    std::vector<int32_t> empty;  // slots, the first one last
+    int64_t max_guests = 0, num_guests = 0, num_held = 0;  // num_held: by `hold` and `read`
+    std::vector<int32_t> empty;                            // slots, the first one last
   };
   // Records whose slots may be taken, with what they are worth, those worth least first.
   using Victims = std::vector<std::pair<double, int64_t>>;
@@ -114,6 +127,11 @@ class ExpertStore {
   void set_guest(Pool& pool, Slot& slot, bool is_guest);
   void begin_read(int32_t slot, int64_t record);
   void unpin(int32_t slot);
+  void check_owner() const;
+  int64_t checked_record(int64_t layer, int64_t expert) const;
+  void pin_held(Pool& pool, int32_t slot);
+  void unpin_held(Pool& pool, int32_t slot);
+  bool acquire_held(Pool& pool, int64_t record);
   void clear(int32_t slot);
   void done(int32_t slot, const std::string& error);
   bool fill_next();

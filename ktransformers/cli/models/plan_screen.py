@@ -12,7 +12,7 @@ from typing import Any
 from ktransformers.engine.plan.dry_run import DryRun
 from ktransformers.engine.plan.fit_suggestions import FitSuggestion, FitSuggestions, needed_bits, shortfall
 from ktransformers.optimize.disk_prediction import SLOW, DiskPrediction
-from ktransformers.optimize.expert_slots import EXPERT_SLOTS
+from ktransformers.optimize.expert_slots import EXPERT_SLOTS, on_gpus
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.predict import Expected, Prediction
 from ktransformers.optimize.summary import Summary, SummaryPart
@@ -208,10 +208,14 @@ def _disk_lines(plan: Plan, disk: DiskPrediction | None) -> list[str]:
             _line("", "  how fast that is depends on the disk, and there is no file to read"),
         ]
     most = "" if disk.is_measured else "at most "
-    found = _range(disk.hits, "{:.0%}".format)
+    found, where, there = _range(disk.hits, "{:.0%}".format), "in RAM", list[str]()
+    if on_gpus(plan):
+        where, served = "there or in RAM", _range(disk.gpu_hits, "{:.0%}".format)
+        there = [_line("", f"  {shown_size(on_gpus(plan))} on GPUs, with {served} of what a token uses")]
     lines = [
         _line("from disk", f"{sizes}; it reads {disk.disk_rate / 1e9:.2f} GB/s"),
-        _line("", f"  a token uses {_gigabytes(round(disk.token_bytes))} of them, {found} found in RAM"),
+        *there,
+        _line("", f"  a token uses {_gigabytes(round(disk.token_bytes))} of them, {found} found {where}"),
         _line("", f"  decode {most}{_range(disk.decode)} tokens/s, prefill {most}{_range(disk.prefill)}"),
     ]
     if disk.is_slow:

@@ -159,7 +159,7 @@ def _executor(built: CapturedModel, runner: ModelRunner, stats: ExpertStats) -> 
         built.expert_files.take()  # what ran while loading
         executor.take_stored = built.expert_files.take
         learned = HotFile(built.identified.sampled.digests)
-        built.expert_files.fill(learned.read(), learned.add)
+        built.expert_files.fill(learned.read(), learned.add, built.hot.has_slot())
     return executor
 
 

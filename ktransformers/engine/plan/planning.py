@@ -103,7 +103,8 @@ class Planned:
             logger.info("%s", hot)
         if self.expert_files is not None:
             on_gpus = any(device.is_gpu for device in self.layer_devices)
-            how = ", and the CPU computes them, in prompts, too" if on_gpus else ""
+            some = "those without a slot on a GPU, in long prompts all" if self.hots else "them, in prompts, too"
+            how = f", and the CPU computes {some}" if on_gpus else ""
             logger.info("%s%s (docs/disk.md)", describe_slots(self.plan), how)
         if self.draft is not None and any(device.is_gpu for device in self.layer_devices):
             logger.info("%s", self.draft)
@@ -326,7 +327,9 @@ class Planner:
         opened, config = self.opened, self.opened.config
         is_alone = opened.partial_sums is None and config.pipeline == 1 and not self.is_draft
         is_drafting = opened.draft is not None or config.drafter == "mtp"
-        if not is_alone or is_drafting or config.hot_experts == "off" or config.lend_slots is False:
+        if not is_alone or is_drafting or self.expert_files is not None:
+            return plan, 0
+        if config.hot_experts == "off" or config.lend_slots is False:
             return plan, 0
         may_move = config.optimize_config_path is None
         return with_long_steps(plan, opened.source, opened.facts, chunk_size, may_move=may_move)
@@ -334,7 +337,7 @@ class Planner:
     def _streamings(
         self, plan: Plan, chunk_size: int, long_rows: int = 0, *, is_said: bool = True
     ) -> tuple[Streaming, ...]:
-        if self.is_draft:
+        if self.is_draft or self.expert_files is not None:
             return ()
         source, facts = self.opened.source, self.opened.facts
         return plan_streaming(plan, source, facts, chunk_size, long_rows=long_rows, is_said=is_said)
@@ -406,7 +409,7 @@ class Planner:
         if self.opened.config.optimize_config_path is not None:
             return Filling(), plan_hot_slots(plan, source, facts, asked)
         whole = experts_for_gpus(plan, source)
-        if len(whole.moved) == whole.candidates or self.expert_files is not None:
+        if len(whole.moved) == whole.candidates:
             return whole, ()
         if asked != "auto":
             hots = plan_hot_slots(plan, source, facts, asked)

@@ -20,9 +20,10 @@ from ktransformers.kernels.transfer.cuda import CudaDriver, StreamDriver
 from ktransformers.kernels.types import PackedTensor
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.device import Device
+from ktransformers.operators.experts.host_experts import HostExperts
 from ktransformers.operators.experts.rates import RatesFile, calibrate
 from ktransformers.operators.experts.routed import KTransformersExperts
-from ktransformers.operators.experts.staging import HostExperts, Staging, StagingSize
+from ktransformers.operators.experts.staging import Staging, StagingSize
 from ktransformers.operators.experts.streamed import ExpertPrefill, PrefillLayer, PrefillShape
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.streaming import Streaming

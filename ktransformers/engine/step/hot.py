@@ -7,7 +7,7 @@ now and then. Knows plans, loaded operators and devices; not steps or routing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,14 +18,14 @@ from ktransformers.cache.hot_experts import MAX_UPLOADS, HotCosts, HotExperts
 from ktransformers.engine.model.hot_file import HotFile
 from ktransformers.engine.step.expert_streaming import PrefillTools
 from ktransformers.errors import KernelError
-from ktransformers.kernels.cpu import MoeKernel
+from ktransformers.kernels.cpu import ExpertStore, MoeKernel
 from ktransformers.kernels.transfer.copies import PinnedRanges
 from ktransformers.operators.device import Device, StepFollower
+from ktransformers.operators.experts.host_experts import copied_experts
 from ktransformers.operators.experts.hot import HotLayer, HotPool, kind_of
 from ktransformers.operators.experts.lending import NO_LONG_STEPS, Lending, LongSteps, choose_long_steps
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.experts.split import PrefillRates
-from ktransformers.operators.experts.staging import HostExperts
 from ktransformers.operators.experts.streamed import ExpertPrefill, PrefillLayer
 from ktransformers.optimize.hot_slots import HotSlots
 from ktransformers.optimize.plan import Plan
@@ -171,6 +171,12 @@ class HotService:
         rate = 100 * hits / reads if reads else 0.0
         return f"{rate:.1f} % of {reads} reads of experts found theirs on a GPU, {uploads} uploads ({size_of(nbytes)})"
 
+    def has_slot(self) -> dict[int, npt.NDArray[np.bool_]]:
+        """Return whether each expert, [E], has a slot now, by the layer's number in the model."""
+        pools = [pool for gpu in self.gpus for pool in gpu.pools]
+        rows = [zip(pool.layers, pool.slots.policy.slot_of >= 0, strict=True) for pool in pools]
+        return {layer: row for of_pool in rows for layer, row in of_pool if layer >= 0}
+
     def take(self) -> tuple[int, int, int, int]:
         """Return what is new in `totals` since the last call."""
         now = self.totals()
@@ -207,6 +213,7 @@ def open_hot(
     layers: dict[str, HotLayer] = {}
     gpus: list[HotGpu] = []
     lending: list[Lending] = []
+    stores: set[ExpertStore] = set()
     for hot in hots:
         device = plan.devices[hot.device]
         tools = tools_of(device)
@@ -220,7 +227,9 @@ def open_hot(
         rates = next((one.prefill.rates for key, one in prefill.items() if key in kernels), None)
         pools: list[_Pool] = []
         try:
-            pinned = _pinned(tools, [kernel for key, kernel in kernels.items() if key not in prefill])
+            _pin_stores(plan, tools, kernels.values(), stores)
+            apart = [kernel for key, kernel in kernels.items() if key not in prefill and kernel.store is None]
+            pinned = _pinned(tools, apart)
         except KernelError as error:
             advice = "--hot_experts off puts whole layers there"
             logger.warning(
@@ -274,6 +283,14 @@ def _kernels(plan: Plan, hot: HotSlots) -> dict[str, MoeKernel]:
     return found
 
 
+def _pin_stores(plan: Plan, tools: PrefillTools, kernels: Iterable[MoeKernel], stores: set[ExpertStore]) -> None:
+    """Pin the memory of open stores that is not in `stores`, for all GPUs, until these are closed. Raises
+    KernelError."""
+    for store in {kernel.store[0] for kernel in kernels if kernel.store is not None} - stores:
+        plan.devices.close_behind(PinnedRanges(tools.driver, [store.memory], [store]).close)
+        stores.add(store)
+
+
 def _pinned(tools: PrefillTools, kernels: Sequence[MoeKernel]) -> PinnedRanges:
-    hosts = [HostExperts(kernel.weights) for kernel in kernels]
+    hosts = [copied_experts(kernel) for kernel in kernels]
     return PinnedRanges(tools.driver, {piece for host in hosts for piece in host.pieces()}, hosts)

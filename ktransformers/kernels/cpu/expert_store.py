@@ -190,6 +190,37 @@ class ExpertStore:
                 known += row.tolist()
         self.handle.fill(known, wait)
 
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Address and bytes of all slots, from `open` to `close`."""
+        return self.handle.memory()
+
+    def max_held(self, number: int) -> int:
+        """Return how many records of a layer, by its number here, may be held at once, with others of their size."""
+        return self.handle.max_held(number)
+
+    def hold(self, number: int, expert: int) -> int | None:
+        """Hold the record of an expert where it is, for somebody who copies it, until `release`.
+
+        number: of its layer here. Returns its address; None where it is not in memory, or too many are held. Waits for
+        nothing, and is no pick of the expert.
+        """
+        return self.handle.hold(number, expert) or None
+
+    def read(self, number: int, experts: Sequence[int]) -> list[int]:
+        """Read the records of some experts of a layer to memory, where they are not there, and hold all of them.
+
+        experts: different ones. Returns their addresses, when they are there. Raises ReadError, and ValueError for more
+        than may be held.
+        """
+        return self.handle.read(number, experts)
+
+    def release(self, number: int, expert: int, is_kept: bool = True) -> None:
+        """Let go of a record of `hold` or `read`, once for each of them. is_kept: whether it stays in memory, until
+        others are worth more. Raises ValueError for one that is not held.
+        """
+        self.handle.release(number, expert, is_kept)
+
     def scores(self) -> dict[int, Tensor]:
         """Return fp64 [E] of each layer: picks of its experts, those of the last few thousand steps most."""
         rows = torch.split(torch.tensor(self.handle.scores(), dtype=torch.float64), self._counts)

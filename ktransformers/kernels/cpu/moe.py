@@ -105,7 +105,7 @@ class MoeKernel:
         self.activation = activation
         self.pool = pool
         self.layer = layer
-        self.store = None if store is None else store[0]
+        self.store = store
         self.handle = extension.Moe(
             gate,
             up,

@@ -15,5 +15,6 @@ order of steps, maps and copies. `cache/hot_experts.py` decides who has a slot, 
 behind the last step that may read it, and named by the map once the host has seen its bytes arrive.
 
 In files: experts on the CPU may stay there, and a store reads them as kernels need them (operators/expert_files.py,
-kernels/cpu/expert_store.py). The CPU alone computes them then: nothing is streamed, and no slot of a GPU has one.
+kernels/cpu/expert_store.py). Slots of a GPU are filled with them from RAM, as far as they are there; nothing is
+streamed, and large steps are the CPU's.
 """

@@ -10,6 +10,10 @@ bytes copied; only when the host has seen that they are there does the map name 
 no step waits for a copy, and none reads a slot that is written. Which experts change places is the policy's
 (cache/hot_experts.py), from what steps that are over picked.
 
+Experts of a store (kernels/cpu/expert_store.py) are in RAM at times. One is uploaded only if it is there when the
+policy asks, which is behind a step that the CPU computed it in; it is held there until its copy has landed. The store
+is not asked any more for what has a slot, so that its RAM goes to others.
+
 In a step experts that have a slot run on the GPU, the others on the CPU at the same time, in the order of the stream
 (kernels/transfer/async_cpu_experts.py). A large step, whose host chooses what is copied to the GPU (streamed.py),
 computes from the slots what the map names: it is launched between two changes of the map as every step is, so that the
@@ -27,6 +31,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +49,7 @@ from ktransformers.kernels.triton.experts.moe import moe_blocks
 from ktransformers.kernels.triton.experts.router import Chosen, SlotSplit
 from ktransformers.kernels.triton.experts.workspace import MoeWorkspace, block_rows
 from ktransformers.operators.device import Device
-from ktransformers.operators.experts.staging import HostExperts
+from ktransformers.operators.experts.host_experts import copied_experts
 from ktransformers.operators.experts.streamed import PrefillLayer
 from ktransformers.operators.usage import ExpertUsage
 from ktransformers.system.file_kinds import size_of
@@ -58,7 +63,7 @@ def kind_of(kernel: MoeKernel) -> object:
     """Return a key that is equal for layers whose experts can lie in the same slots, and whose GPU launches are
     alike.
     """
-    return HostExperts(kernel.weights).kind, kernel.num_experts
+    return copied_experts(kernel).kind, kernel.num_experts
 
 
 @dataclass(slots=True)
@@ -87,7 +92,7 @@ class HotPool:
         max_rows: int,
     ) -> None:
         self.device, self.policy, self.max_rows = device, policy, max_rows
-        self.hosts = [HostExperts(kernel.weights) for kernel in kernels]
+        self.hosts = [copied_experts(kernel) for kernel in kernels]
         self._copies, self._epilogues = copies, [self._epilogue(kernel) for kernel in kernels]
         where, shape = device.torch_device, (len(kernels), policy.num_experts)
         with torch.inference_mode(False):
@@ -102,6 +107,7 @@ class HotPool:
         self._before = np.zeros(shape, np.int64)
         self._finished_rows = 0  # of the step whose picks are on the host, and not looked at
         self._on_the_way: deque[_OnTheWay] = deque()
+        self._sources: dict[tuple[int, int], tuple[int, ...]] = {}  # of uploads that have not landed
         self._has_begun = False
 
     def _epilogue(self, kernel: MoeKernel) -> MoeEpilogue:
@@ -126,14 +132,23 @@ class HotPool:
         return self.hosts[0].expert_nbytes
 
     def begin(self, scores: npt.NDArray[np.float64] | None = None) -> None:
-        """Fill the slots, and wait for it. scores: as learned before. Raises ValueError for other experts'."""
+        """Fill the slots, and wait for it. scores: as learned before. Raises ValueError for other experts', ReadError
+        for experts that cannot be read from their file.
+        """
         uploads = self.policy.begin(scores)
         self.picks.zero_()  # of steps while loading
-        self._put(uploads)
-        ready = self._copies.mark()
-        self._copies.compute_waits(ready)
-        self._copies.synchronize(ready)
-        self.policy.land(uploads)
+        for number, of_layer in groupby(uploads, lambda upload: upload.layer):
+            host, lacking = self.hosts[number], list(of_layer)
+            for at in range(0, len(lacking), host.max_held):
+                some = lacking[at : at + host.max_held]
+                experts = [upload.expert for upload in some]
+                for expert, addresses in zip(experts, host.read(experts), strict=True):
+                    self._sources[number, expert] = addresses
+                self._put(some)
+                ready = self._copies.mark()
+                self._copies.compute_waits(ready)
+                self._copies.synchronize(ready)
+                self._land(some, is_kept=False)  # RAM is for others
         self._write_map()
         self._has_begun = True
 
@@ -148,13 +163,13 @@ class HotPool:
         while self._on_the_way and self._copies.is_done(self._on_the_way[0].ready):
             landed = self._on_the_way.popleft()
             self._copies.compute_waits(landed.ready)
-            self.policy.land(landed.uploads)
+            self._land(landed.uploads)
             has_changed = True
         uploads = list[Upload]()
         if learned is not None:
             self.policy.observe(learned)
             # No more copies than the last steps' could be made in time.
-            uploads = [] if self._on_the_way else self.policy.decide()
+            uploads = [] if self._on_the_way else self.policy.decide(self._hold)
         if has_changed or uploads:
             self._write_map()
         if uploads:
@@ -183,7 +198,7 @@ class HotPool:
         while self._on_the_way:
             landed = self._on_the_way.popleft()
             self._copies.synchronize(landed.ready)
-            self.policy.land(landed.uploads)
+            self._land(landed.uploads)
 
     def lend(self, count: int) -> tuple[torch.Tensor, ...]:
         """Clear the last `count` slots between two steps, and return their memory, uint8 of each projection: for what
@@ -203,6 +218,10 @@ class HotPool:
         self._copies.wait(self._copies.compute_mark())
         for at in range(0, len(uploads), _REFILLED):  # the first ones are of use while the last ones come
             batch = uploads[at : at + _REFILLED]
+            if not all(self._hold(upload.layer, upload.expert) for upload in batch):
+                raise RuntimeError(
+                    "slots of experts in files are not lent: these may not be in RAM when they come back"
+                )
             self._put(batch)
             self._on_the_way.append(_OnTheWay(batch, self._copies.mark()))
 
@@ -211,11 +230,26 @@ class HotPool:
         """Whether no slot is lent and no upload under way."""
         return not self.policy.num_lent and not self._on_the_way
 
+    def _hold(self, layer: int, expert: int) -> bool:
+        """Whether an expert can be uploaded; it stays where it is until it has landed."""
+        addresses = self.hosts[layer].hold(expert)
+        if addresses is None:
+            return False
+        self._sources[layer, expert] = addresses
+        return True
+
     def _put(self, uploads: Sequence[Upload]) -> None:
         for upload in uploads:
-            for part, target in zip(self.hosts[upload.layer].projections, self.matrices, strict=True):
-                at = target.data.data_ptr() + upload.slot * part.nbytes
-                self._copies.copy(at, part.addresses[upload.expert], part.nbytes)
+            sources = self._sources[upload.layer, upload.expert]
+            for source, target in zip(sources, self.matrices, strict=True):
+                nbytes = target.data.shape[1]
+                self._copies.copy(target.data.data_ptr() + upload.slot * nbytes, source, nbytes)
+
+    def _land(self, uploads: Sequence[Upload], *, is_kept: bool = True) -> None:
+        self.policy.land(uploads)
+        for upload in uploads:
+            del self._sources[upload.layer, upload.expert]
+            self.hosts[upload.layer].release(upload.expert, is_kept=is_kept)
 
     def _write_map(self) -> None:
         """In the order of the compute stream."""

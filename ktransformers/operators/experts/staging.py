@@ -18,12 +18,10 @@ import torch
 from ktransformers.errors import CapacityError
 from ktransformers.kernels.transfer.copies import CopyQueue, Mark
 from ktransformers.kernels.triton.experts.matrices import ExpertMatrices
-from ktransformers.kernels.triton.quant.repack import GpuLayout
-from ktransformers.kernels.types import ExpertWeights, PackedTensor, RawTensor, WeightType
-from ktransformers.operators.experts.resident import can_be_copied
+from ktransformers.operators.experts.host_experts import HostExperts
 from ktransformers.system.file_kinds import size_of
 
-__all__ = ["Group", "HeldExperts", "HostExperts", "Staging", "StagingSize"]
+__all__ = ["Group", "HeldExperts", "Staging", "StagingSize"]
 
 _ALIGNED = 256
 _PARTS = 3  # gate, up, down
@@ -58,54 +56,6 @@ class StagingSize:
 
 
 _BUFFERS, _FEWEST, _BUFFER_BYTES = 8, 3, 64 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class _Projection:
-    qtype: WeightType
-    rows: int
-    cols: int
-    layout: GpuLayout
-    nbytes: int
-    addresses: tuple[int, ...]
-
-
-class HostExperts:
-    """The experts of one layer in the CPU's memory, all three projections, as they can be copied.
-
-    weights: as the CPU's kernels take them. Raises ValueError for types that GPU kernels do not read, see
-    `gpu_experts.can_be_copied`, and for experts without a gate.
-    """
-
-    def __init__(self, weights: ExpertWeights) -> None:
-        parts = (weights.gate, weights.up, weights.down)
-        self._weights = weights  # keeps the memory
-        self.projections = tuple(self._projection(part) for part in parts)
-        self.num_experts = len(weights.up)
-
-    @staticmethod
-    def _projection(part: Sequence[object] | None) -> _Projection:
-        tensors = [weight for weight in part or () if isinstance(weight, PackedTensor | RawTensor)]
-        if part is None or len(tensors) != len(part) or not can_be_copied(tensors[0].qtype):
-            raise ValueError("only experts with a gate, of a type that GPU kernels read, can be copied")
-        first, addresses = tensors[0], tuple(weight.data.data_ptr() for weight in tensors)
-        layout = GpuLayout.CPU_PACKED if isinstance(first, PackedTensor) else GpuLayout.ROWS
-        rows, cols = first.shape
-        return _Projection(first.qtype, rows, cols, layout, first.nbytes, addresses)
-
-    @property
-    def expert_nbytes(self) -> int:
-        """Bytes of one expert."""
-        return sum(part.nbytes for part in self.projections)
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """Key that is equal for layers whose experts can use the same views of a buffer."""
-        return tuple((part.qtype, part.rows, part.cols, part.layout) for part in self.projections)
-
-    def pieces(self) -> list[tuple[int, int]]:
-        """Return (address, bytes) of all matrices."""
-        return [(address, part.nbytes) for part in self.projections for address in part.addresses]
 
 
 class HeldExperts(Protocol):

@@ -41,6 +41,7 @@ from ktransformers.kernels.triton.experts.moe import moe_blocks, moe_sum
 from ktransformers.kernels.triton.experts.workspace import MoeWorkspace, block_rows
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.device import Device
+from ktransformers.operators.experts.host_experts import HostExperts
 from ktransformers.operators.experts.split import (
     NEVER,
     AheadShare,
@@ -49,7 +50,7 @@ from ktransformers.operators.experts.split import (
     Split,
     choose_split,
 )
-from ktransformers.operators.experts.staging import Group, HeldExperts, HostExperts, Staging
+from ktransformers.operators.experts.staging import Group, HeldExperts, Staging
 
 __all__ = ["ExpertPrefill", "PrefillLayer", "PrefillShape", "PrefillTicket"]
 
@@ -123,8 +124,7 @@ class _RowBlock:
 
 @dataclass(frozen=True, slots=True)
 class _CpuCall:
-    """A call that the CPU was given: the rows of its step, the seconds that were expected of it, and the CPU's forwards
-    and seconds before it."""
+    """A call that the CPU was given: its rows, the seconds expected, and the CPU's forwards and seconds before it."""
 
     rows: int
     expected: float

@@ -17,7 +17,7 @@ from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.synthetic_shapes import find_shape
 from ktransformers.operators.experts.routed import KTransformersExperts
-from ktransformers.optimize.expert_slots import CHUNK_FROM_DISK, EXPERT_SLOTS
+from ktransformers.optimize.expert_slots import CHUNK_FROM_DISK, EXPERT_SLOTS, on_gpus
 from ktransformers.optimize.machine import Machine
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.summary import parts_of
@@ -107,23 +107,34 @@ def test_chunks_are_long_for_each_reads_all() -> None:
     assert dry_run(shape(), machine(64 * GIB)).summary.chunk_size == 512
 
 
-def test_with_a_gpu_whole_layers_go_there_and_nothing_is_copied(caplog: pytest.LogCaptureFixture) -> None:
+def test_with_a_gpu_three_tiers_and_no_streaming(caplog: pytest.LogCaptureFixture) -> None:
+    """Reading from the disk is so slow that no whole layer is worth it; RAM is for those that have no slot there."""
     caplog.set_level(logging.INFO)
     plan = planned(shape(), machine(8 * GIB, 8 * GIB))
     assert plan.misfit() is None
     stored = [entry for entry in plan.entries if entry.stored_experts]
     whole = [key for key in _experts(plan) if plan.device_of(key) == "cuda:0"]
-    assert len(stored) + len(whole) == 48
-    assert stored
-    assert whole
-    assert "hot experts" not in plan.extra_bytes
+    assert len(stored) == 48
+    assert not whole
+    assert plan.extra_bytes["hot experts"]["cuda:0"] > GIB
+    assert 0 < on_gpus(plan) <= plan.extra_bytes["hot experts"]["cuda:0"]
+    assert slots_of(plan) < plan.stored_experts - on_gpus(plan)
     assert not plan.extra_bytes.get("expert staging")
-    assert "the CPU computes them, in prompts, too" in caplog.text
+    assert "the CPU computes those without a slot on a GPU, in long prompts all" in caplog.text
+    more = planned(shape(experts_from="disk"), machine(64 * GIB, 8 * GIB))
+    assert slots_of(more) == more.stored_experts - on_gpus(more)
+
+
+def test_slots_on_a_gpu_as_asked() -> None:
+    for number, count in (("4", 4), ("off", 0)):
+        plan = planned(shape(experts_from="disk", hot_experts=number), machine(8 * GIB, 8 * GIB))
+        stored = [entry for entry in plan.entries if entry.stored_experts]
+        assert on_gpus(plan) == sum(count * entry.stored_experts // 128 for entry in stored)
+        assert len(stored) < 48  # whole layers have the rest
 
 
 def test_contradictions_are_refused() -> None:
     for flags, text in (
-        ({"experts_from": "disk", "hot_experts": "4"}, "--hot_experts 4 fills slots on a GPU"),
         ({"experts_from": "ram", "experts_ram": 3.0}, "--experts_ram is for slots"),
         ({"experts_from": "disk", "pipeline": 2}, "is for one process"),
         ({"experts_from": "disk", "tensor_parallel": 2}, "is for one process"),

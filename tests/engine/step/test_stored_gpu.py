@@ -27,7 +27,12 @@ def config(tmp_path: Path) -> EngineConfig:
     write_gguf(tiny_model("qwen3_moe", seed=3), tmp_path / "model.gguf", QuantType.Q8_0, QuantType.Q8_0)
     rules = rules_of("qwen3_moe", tmp_path, EXPERTS_ON_CPU, EXPERTS_ON_CPU)
     return EngineConfig(
-        gguf_path=tmp_path / "model.gguf", optimize_config_path=rules, cache_lens=64, cpu_infer=1, self_check=False
+        gguf_path=tmp_path / "model.gguf",
+        optimize_config_path=rules,
+        cache_lens=64,
+        cpu_infer=1,
+        self_check=False,
+        hot_experts="off",
     )
 
 
@@ -43,7 +48,7 @@ def read_something(engine: StaticEngine) -> None:
 
 def test_results_are_those_of_experts_in_ram(config: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    plain = static_engine(replace(config, hot_experts="off"), hardware=fake_hardware())
+    plain = static_engine(config, hardware=fake_hardware())
     wanted = logits_of(plain)
     plain.close()
     engine = static_engine(replace(config, experts_from="disk", experts_ram=1e-6), hardware=fake_hardware())

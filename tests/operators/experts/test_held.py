@@ -34,8 +34,9 @@ pytest.importorskip("triton")
 
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.experts import streamed as module
+from ktransformers.operators.experts.host_experts import HostExperts
 from ktransformers.operators.experts.hot import HotPool
-from ktransformers.operators.experts.staging import HostExperts, Staging, StagingSize
+from ktransformers.operators.experts.staging import Staging, StagingSize
 from ktransformers.operators.experts.streamed import ExpertPrefill, PrefillLayer, PrefillShape
 from tests.operators.experts.test_streamed import INNER
 

@@ -32,7 +32,8 @@ from ktransformers.kernels.triton.experts.matrices import ExpertMatrices, MoeEpi
 from ktransformers.kernels.triton.experts.moe import moe
 from ktransformers.kernels.triton.quant.repack import GpuLayout
 from ktransformers.operators.experts import streamed as expert_prefill
-from ktransformers.operators.experts.staging import HostExperts, Staging, StagingSize
+from ktransformers.operators.experts.host_experts import HostExperts
+from ktransformers.operators.experts.staging import Staging, StagingSize
 from ktransformers.operators.experts.streamed import ExpertPrefill, PrefillLayer, PrefillShape
 
 E, K, H, INNER, T = 6, 2, 64, 32, 9

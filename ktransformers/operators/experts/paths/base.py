@@ -124,7 +124,7 @@ class LayerExperts:
         """Return the bytes of one expert in the CPU's memory and of all experts' biases; None when GPU kernels cannot
         compute the experts from those bytes, or when not all of them are there.
         """
-        if self.config.expert_files is not None or self.device.is_gpu:
+        if self.device.is_gpu:
             return None
         if why_not_on_gpu(self.layout, self.function.activation) is not None:
             return None
