@@ -103,7 +103,7 @@ def unquantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_experts_can_be_quantized(unquantized: Path) -> None:
-    opened = open_model(EngineConfig(model_path=unquantized))
+    opened = open_model(EngineConfig(model_path=unquantized, experts_from="ram"))
     whole = dry_run(opened, machine(1))
     assert whole.fit_suggestions is None
     assert whole.summary.disk_bytes == sum(file.stat().st_size for file in unquantized.glob("*.safetensors"))
