@@ -27,7 +27,7 @@ def check_tensors(problems: Sequence[str], left: Sequence[str], facts: ModelFact
         if any(behind):
             parts.append(
                 f"{sum(behind)} of them are of layers behind layer {end - 1}, where the model's config counts none for "
-                "multi-token prediction (num_nextn_predict_layers)"
+                "multi-token prediction: its field for their number is missing, null or 0"
             )
     if parts:
         parts.append("the weights and the model's config do not belong together, or a file is missing")

@@ -224,8 +224,8 @@ MISMATCHES: dict[Callable[[FakeSource], None], list[str]] = {
     break_shape: ["model.norm.weight has shape (63,)", "(64,)"],
     break_uncounted: [
         "3 tensors are read by no module: ",
-        "2 of them are of layers behind layer 1, where the model's config counts none for multi-token prediction "
-        "(num_nextn_predict_layers)",
+        "2 of them are of layers behind layer 1, where the model's config counts none for multi-token prediction: "
+        "its field for their number is missing, null or 0",
     ],
     break_left_over: ["7 tensors are read by no module: ", "model.layers.2.mlp.extra.weight", "and 4 more"],
 }

@@ -15,7 +15,7 @@ from ktransformers.errors import ConfigError, KTransformersError
 
 COMMANDS = sorted({parser.prog.removeprefix("ktransformers ") for parser in leaves(build_parser())})
 
-USAGE = {"ConfigError", "UnsupportedError", "RuleError"}
+USAGE = {"ConfigError", "PromptError", "UnsupportedError", "RuleError"}
 """All other errors of the tree are failures."""
 
 
