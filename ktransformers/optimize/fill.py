@@ -26,6 +26,11 @@ class Filling:
     candidates: int = 0
     left: Mapping[str, int] = field(default_factory=dict)
 
+    @property
+    def is_all(self) -> bool:
+        """Whether all experts that could move do."""
+        return len(self.moved) == self.candidates
+
     def __str__(self) -> str:
         spare = ", ".join(f"{format_bytes(max(n, 0))} of {device}" for device, n in self.left.items())
         return f"the experts of {len(self.moved)} of {self.candidates} layers go to the GPU; {spare} are left"

@@ -254,36 +254,7 @@ class Planner:
         num_slots = self.cache_plan.num_slots(opened, plan, shapes)
         chunk_size = self._chunk_size(plan)
         num_states = self.cache_plan.num_states(shapes, num_slots, opened.config)
-        extra = {"kv cache": PagedCache.size_by_place(shapes, num_slots)}
-        if num_states:
-            extra["states"] = StateCache.size_by_place(state_shapes(shapes), num_states)
-        self.cache_plan.check_tiers(shapes, opened.config)
-        if tier_bytes(opened.config):
-            extra["kv tiers"] = {"cpu": tier_bytes(opened.config)}
-        used = sorted({entry.placement.generate_device for entry in plan.entries})
-        step = step_nbytes(opened.facts, chunk_size)
-        gpus = [plan.devices[name] for name in used if plan.devices[name].is_gpu]
-        if gpus:
-            materialization = materialization_nbytes(plan, opened.config.attention_backend)
-            scans = _scans(plan, chunk_size)
-            extra["workspace"] = {
-                gpu.name: (0 if self.is_draft else max(gpu.workspace_nbytes(), step))
-                + materialization.get(gpu.name, 0)
-                + scans.get(gpu.name, 0)
-                for gpu in gpus
-            }
-            if opened.partial_sums is not None and opened.partial_sums.group.size > 1:
-                shares = share_nbytes(chunk_size, opened.facts.hidden_size)
-                extra["sums over gpus"] = {gpu.name: shares for gpu in gpus}
-            rows = largest_graph(hardware.graph_rows, chunk_size)
-            if rows and opened.config.use_cuda_graph is not False:  # memory of their own, which they share
-                extra["cuda graphs"] = {gpu.name: step_nbytes(opened.facts, rows) for gpu in gpus}
-        tables = _rope_tables(plan, opened.facts.longest_sequence(num_slots))
-        if tables:
-            extra["rope table"] = tables
-        flash = choose_attention(plan, opened.config.attention_backend, opened.config.kv_type).nbytes(plan)
-        if flash:
-            extra["flashinfer"] = flash
+        extra = self._beside_weights(plan, hardware, chunk_size, shapes, num_slots, num_states)
         plan = replace(plan, extra_bytes=extra)
         draft = self._planned_draft(Planned(plan, chunk_size, (), shapes, num_slots, num_states, Filling()), hardware)
         if draft is not None:  # before anything fills what is left
@@ -292,7 +263,7 @@ class Planner:
         plan, long_rows = self._with_long_steps(plan, chunk_size) if may_lend else (plan, 0)
         plan, streamings = with_streaming(plan, self._streamings(plan, chunk_size, long_rows))
         filling, hots = Filling(), tuple[HotSlots, ...]()
-        if gpus:
+        if _gpus_of(plan):
             filling, hots = self._fill(plan)
         if filling.moved:
             again = self._weights(hardware, Choices(filling.moved, transfer))[0]
@@ -316,6 +287,47 @@ class Planner:
             tower,
             expert_files,
         )
+
+    def _beside_weights(
+        self,
+        plan: Plan,
+        hardware: Hardware,
+        chunk_size: int,
+        shapes: list[LayerShape],
+        num_slots: int,
+        num_states: int,
+    ) -> dict[str, dict[str, int]]:
+        """The bytes of cache and workspaces, by what they are for and by device."""
+        opened = self.opened
+        extra = {"kv cache": PagedCache.size_by_place(shapes, num_slots)}
+        if num_states:
+            extra["states"] = StateCache.size_by_place(state_shapes(shapes), num_states)
+        self.cache_plan.check_tiers(shapes, opened.config)
+        if tier_bytes(opened.config):
+            extra["kv tiers"] = {"cpu": tier_bytes(opened.config)}
+        step, gpus = step_nbytes(opened.facts, chunk_size), _gpus_of(plan)
+        if gpus:
+            materialization = materialization_nbytes(plan, opened.config.attention_backend)
+            scans = _scans(plan, chunk_size)
+            extra["workspace"] = {
+                gpu.name: (0 if self.is_draft else max(gpu.workspace_nbytes(), step))
+                + materialization.get(gpu.name, 0)
+                + scans.get(gpu.name, 0)
+                for gpu in gpus
+            }
+            if opened.partial_sums is not None and opened.partial_sums.group.size > 1:
+                shares = share_nbytes(chunk_size, opened.facts.hidden_size)
+                extra["sums over gpus"] = {gpu.name: shares for gpu in gpus}
+            rows = largest_graph(hardware.graph_rows, chunk_size)
+            if rows and opened.config.use_cuda_graph is not False:  # memory of their own, which they share
+                extra["cuda graphs"] = {gpu.name: step_nbytes(opened.facts, rows) for gpu in gpus}
+        tables = _rope_tables(plan, opened.facts.longest_sequence(num_slots))
+        if tables:
+            extra["rope table"] = tables
+        flash = choose_attention(plan, opened.config.attention_backend, opened.config.kv_type).nbytes(plan)
+        if flash:
+            extra["flashinfer"] = flash
+        return extra
 
     def _chunk_size(self, plan: Plan) -> int:
         config = self.opened.config
@@ -397,8 +409,7 @@ class Planner:
 
     def _takes_all(self, plan: Plan) -> bool:
         """Whether all routed experts fit on GPUs beside what `plan` holds."""
-        whole = experts_for_gpus(plan, self.opened.source)
-        return len(whole.moved) == whole.candidates
+        return experts_for_gpus(plan, self.opened.source).is_all
 
     def _fill(self, plan: Plan) -> tuple[Filling, tuple[HotSlots, ...]]:
         """What goes to the room that a plan leaves on GPUs: slots for the experts of all layers, and whole layers.
@@ -409,7 +420,7 @@ class Planner:
         if self.opened.config.optimize_config_path is not None:
             return Filling(), plan_hot_slots(plan, source, facts, asked)
         whole = experts_for_gpus(plan, source)
-        if len(whole.moved) == whole.candidates:
+        if whole.is_all:
             return whole, ()
         if asked != "auto":
             hots = plan_hot_slots(plan, source, facts, asked)
@@ -461,6 +472,12 @@ class Planner:
         shapes = cache_shapes(model, opened.facts, plan.operators, layer_devices or None)
         kv_types = KvTypes.of(config.kv_type, model, plan.operators, config.attention_products)
         return plan, kv_types.applied(shapes)
+
+
+def _gpus_of(plan: Plan) -> list[Device]:
+    """The GPUs that a plan has put something on."""
+    used = sorted({entry.placement.generate_device for entry in plan.entries})
+    return [plan.devices[name] for name in used if plan.devices[name].is_gpu]
 
 
 def _scans(plan: Plan, num_rows: int) -> dict[str, int]:

@@ -9,11 +9,11 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.model.opened import OpenedModel, open_model
-from ktransformers.engine.model.tower import open_mmproj
+from ktransformers.engine.model.tower import OpenedTower, open_mmproj
 from ktransformers.errors import ConfigError, FormatError, TensorMismatchError, UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.models.gguf.mmproj import composite_from_mmproj
@@ -65,6 +65,20 @@ def opened(path: Path, **settings: object) -> OpenedModel:
     return open_model(EngineConfig(gguf_path=path, picture_folder=path.parent, **settings))  # type: ignore[arg-type]
 
 
+def check_features(tower: OpenedTower, model: PreTrainedModel, name: str, folder: Path, pool: WorkerPool) -> None:
+    """A tower gives, of two pictures, what the composite hands to its language model, bit for bit."""
+    encoder = encoder_over(tower, folder, pool)
+    for digest, size in zip((FIRST, SECOND), SIZES, strict=True):
+        tensors = picture(name, model, *size)
+        save_picture(folder, digest, tensors)
+        got = encoder.features(digest)
+        with NativeMathMode(pool):
+            want = heard(model, [IMAGE_TOKEN] * len(got.hidden), **tensors)
+        assert torch.equal(got.hidden, want["inputs_embeds"][0])
+        layers = want.get("deepstack_visual_embeds") or []
+        assert all(torch.equal(one, other) for one, other in zip(got.by_layer, layers, strict=True))
+
+
 @pytest.mark.every(3)
 @pytest.mark.parametrize("name", PROJECTOR_OF)
 def test_features(name: str, tmp_path: Path, pool: WorkerPool) -> None:
@@ -83,16 +97,7 @@ def test_features(name: str, tmp_path: Path, pool: WorkerPool) -> None:
     for name_of, tensor in model.state_dict().items():
         if name_of in tower.model.state_dict():
             assert torch.equal(tower.source.dense(name_of), tensor), name_of
-    encoder = encoder_over(tower, tmp_path, pool)
-    for digest, size in zip((FIRST, SECOND), SIZES, strict=True):
-        tensors = picture(name, model, *size)
-        save_picture(tmp_path, digest, tensors)
-        got = encoder.features(digest)
-        with NativeMathMode(pool):
-            want = heard(model, [IMAGE_TOKEN] * len(got.hidden), **tensors)
-        assert torch.equal(got.hidden, want["inputs_embeds"][0])
-        layers = want.get("deepstack_visual_embeds") or []
-        assert all(torch.equal(one, other) for one, other in zip(got.by_layer, layers, strict=True))
+    check_features(tower, model, name, tmp_path, pool)
 
 
 @pytest.mark.parametrize("name", TEXTS)

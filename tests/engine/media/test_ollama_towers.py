@@ -9,7 +9,6 @@ from pathlib import Path
 
 import gguf
 import pytest
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -22,16 +21,14 @@ from ktransformers.errors import FormatError, UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.models.gguf.mmproj import composite_from_mmproj
 from ktransformers.models.gguf.mmproj_processor import mmproj_processor
-from ktransformers.operators.exact import NativeMathMode
 from ktransformers.weights.gguf.file import GGUFModel, open_gguf
 from ktransformers.weights.gguf.mmproj import mmproj_inside
 from tests.engine.api.test_chat_with_pictures import GREEDY, conversation, drawing, png, wanted
 from tests.engine.api.test_gguf_with_pictures import both
-from tests.engine.media.test_mmproj import AS_TEXT, SECTIONS
-from tests.engine.media.test_towers import FIRST, SECOND, SIZES
+from tests.engine.media.test_mmproj import AS_TEXT, SECTIONS, check_features
 from tests.support.gguf.ollama_towers import ARCH_OF, write_ollama
 from tests.support.models.tiny_models import tiny_config
-from tests.support.pictures.towers import IMAGE_TOKEN, encoder_over, heard, picture, save_picture, tiny_with_tower
+from tests.support.pictures.towers import tiny_with_tower
 
 
 @pytest.fixture(scope="module")
@@ -63,16 +60,7 @@ def test_features(name: str, tmp_path: Path, pool: WorkerPool) -> None:
     text = tiny_config(AS_TEXT[name]) if name in AS_TEXT else model.config.text_config
     tower = open_mmproj(composite_from_mmproj(file.metadata, shapes, text, SECTIONS), file)
     assert tower.stored_names() == frozenset(file.tensors)  # nothing is left over
-    encoder = encoder_over(tower, tmp_path, pool)
-    for digest, size in zip((FIRST, SECOND), SIZES, strict=True):
-        tensors = picture(name, model, *size)
-        save_picture(tmp_path, digest, tensors)
-        got = encoder.features(digest)
-        with NativeMathMode(pool):
-            want = heard(model, [IMAGE_TOKEN] * len(got.hidden), **tensors)
-        assert torch.equal(got.hidden, want["inputs_embeds"][0])
-        layers = want.get("deepstack_visual_embeds") or []
-        assert all(torch.equal(one, other) for one, other in zip(got.by_layer, layers, strict=True))
+    check_features(tower, model, name, tmp_path, pool)
 
 
 @pytest.mark.parametrize("name", ARCH_OF)

@@ -13,6 +13,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from ktransformers.kernels.types import QuantType
+from tests.support.gguf.keys import add_keys
 from tests.support.gguf.writer import add_tensor
 from tests.support.models.fp8_models import published_name
 
@@ -81,9 +82,7 @@ def write_deepseek4_gguf(
         metadata["block_count"] = model.config.num_hidden_layers + 1
     for name, value in changed.items():
         metadata[name.replace("__", ".")] = value
-    for key, value in metadata.items():
-        if value is not None:
-            _add_key(writer, f"deepseek4.{key}", value)
+    add_keys(writer, {f"deepseek4.{key}": value for key, value in metadata.items() if value is not None})
     writer.add_string("tokenizer.ggml.model", "no_vocab")
     for name, values in (*layer_tensors(model), *(prediction or {}).items()):
         if name.endswith("tid2eid.weight"):
@@ -156,16 +155,3 @@ def _keys_of(model: PreTrainedModel) -> dict[str, object]:
         "hyper_connection.sinkhorn_iterations": config.hc_sinkhorn_iters,
         "hyper_connection.epsilon": config.hc_eps,
     }
-
-
-def _add_key(writer: gguf.GGUFWriter, key: str, value: object) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, list):
-        writer.add_array(key, value)
-    else:
-        writer.add_string(key, str(value))

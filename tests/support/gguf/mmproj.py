@@ -16,6 +16,8 @@ import safetensors.torch
 import torch
 from transformers import PreTrainedModel
 
+from tests.support.gguf.keys import add_keys
+
 PROJECTOR_OF = {
     "qwen2_vl": "qwen2vl_merger",
     "qwen2_5_vl": "qwen2.5vl_merger",
@@ -47,17 +49,7 @@ def write_mmproj(path: Path, model: PreTrainedModel, name: str, folder: Path) ->
     """Write the tower of `model`, which is saved in `folder`, to `path` in F32. name: of its family."""
     writer = gguf.GGUFWriter(path, "clip")
     writer.add_type(gguf.GGUFType.MMPROJ)
-    for key, value in _metadata(model, name).items():
-        if isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
-        else:
-            writer.add_array(key, value)
+    add_keys(writer, _metadata(model, name))
     stored = safetensors.torch.load_file(folder / "model.safetensors")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 64)
     for theirs, values in stored.items():

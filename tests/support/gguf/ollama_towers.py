@@ -16,6 +16,8 @@ import safetensors.torch
 import torch
 from transformers import PreTrainedModel
 
+from tests.support.gguf.keys import add_keys
+
 __all__ = ["ARCH_OF", "write_ollama"]
 
 ARCH_OF = {
@@ -72,15 +74,7 @@ def write_ollama(path: Path, model: PreTrainedModel, name: str, folder: Path, te
                 writer.add_key_value(key, field.contents(), kinds[0], kinds[1] if len(kinds) > 1 else None)
         for tensor in reader.tensors:
             writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
-    for key, value in values.items():
-        if isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        else:
-            writer.add_array(key, value)
+    add_keys(writer, values)
     for theirs, tensor in safetensors.torch.load_file(folder / "model.safetensors").items():
         for ours, part in _tensors(theirs, tensor, name):
             writer.add_tensor(ours, part.contiguous().numpy())
