@@ -41,7 +41,7 @@ def start_llama_cpp(engine: Engine, work: OfflineWork) -> list[PeerProcess]:
     assert path is not None, "checked before loading"
     if is_missing(PEER, "llama_cpp", "llama-cpp-python"):
         return []
-    sizes = ModelWork(work.prefills, work.batches, work.case.steps, work.case.prompt_len)
+    sizes = ModelWork(work.prefills, work.batches, work.cases[0].steps, work.cases[0].prompt_len)
     threads = engine.config.cpu_infer or usable_cores()
     file = open_gguf(path).files[0].path
     return [llama_model_peer(file, threads, engine.model.vocab_size, sizes, cpu_expert_layers(engine.plan))]

@@ -35,7 +35,7 @@ def _measure(work: OfflineWork) -> Record:
             prefill = runs.prefill(length)
             row: Record = {"tokens": length, "lends": lends, "prefill_tokens_per_s": prefill.tokens_per_s}
             for batch in work.batches:
-                decode = runs.decode(batch, work.case)
+                decode = runs.decode(batch, work.cases[0])
                 row |= {f"decode_{batch}_tokens_per_s": decode.tokens_per_s, f"hot_{batch}_percent": decode.hot_percent}
             print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
             rows.append(row)

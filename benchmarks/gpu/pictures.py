@@ -6,7 +6,8 @@ python -m benchmarks.gpu.pictures --peer llama.cpp --no_use_cuda --layers 4 --to
 
 A model in the shape of Qwen3-VL-30B-A3B with random weights is written, which both programs read. Each picture is
 another one, so that nothing is found in a cache. Parts: read (decoding and processing, here in a child process), tower,
-text (all else: the prompt's tokens, the language model, sampling). Beside them is what the hardware needs at least.
+text (all else: the prompt's tokens, the language model, sampling); those of the next turn stand behind it. Beside them
+is what the hardware needs at least.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ _COLUMNS = (
     *(Column(f"{part}_ms", 10, ".1f", f"{part} ms") for part in PARTS),
     Column("first_token_ms", 14, ".1f", "first token ms"),
     Column("next_turn_ms", 12, ".1f", "next turn ms"),
+    *(Column(f"next_{part}_ms", 10, ".1f", f"{part} ms") for part in PARTS),
     Column("token", 7),
 )
 
@@ -182,10 +184,13 @@ def _row(program: Program, number: int, path: Path) -> Row:
         found = program.ask(question)
         return None if found is None else 1e3 * found
 
-    row: Row = {"program": program.name, "picture": number, "first_token_ms": milliseconds(str(path))}
-    row |= {f"{part}_ms": milliseconds(f"part {part}") for part in PARTS}
+    def parts(prefix: str) -> Row:
+        return {f"{prefix}{part}_ms": milliseconds(f"part {part}") for part in PARTS}
+
+    row: Row = {"program": program.name, "picture": number, "first_token_ms": milliseconds(str(path)), **parts("")}
     token = program.ask("part token")
-    return row | {"token": None if token is None else int(token), "next_turn_ms": milliseconds("again")}
+    row |= {"token": None if token is None else int(token), "next_turn_ms": milliseconds("again")}
+    return row | parts("next_")
 
 
 def _medians(rows: Sequence[Row], name: str) -> Row:

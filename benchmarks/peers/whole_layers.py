@@ -34,7 +34,7 @@ def figures(argv: Sequence[str]) -> Callable[[list[str]], float | None]:
 
     def answer(words: list[str]) -> float | None:
         phase, count = words[0], int(words[1])
-        figure = runs.prefill(count) if phase == "prefill" else runs.decode(count, work.case)
+        figure = runs.prefill(count) if phase == "prefill" else runs.decode(count, work.cases[0])
         return figure.tokens_per_s
 
     return answer

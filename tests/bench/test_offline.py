@@ -84,6 +84,14 @@ def test_figures_of_a_synthetic_shape(capsys: pytest.CaptureFixture[str]) -> Non
     assert full["gb_s"] * full["ms_per_step"] == pytest.approx(nbytes / 1e6)
 
 
+def test_decode_behind_contexts_of_several_lengths(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--prefill", "8", "--decode", "1,2", "--max_new_tokens", "2", "--prompt_len", "5,40"]
+    text, result = bench(capsys, "--synthetic", "tiny", "--layers", "1", *args)
+    found = [(row["tokens"], row["context"]) for row in result["rows"]]
+    assert found == [(8, None), (1, 5), (2, 5), (1, 40), (2, 40)]
+    assert "decode after 5 and 40 tokens" in text
+
+
 def test_routing_can_be_skewed(capsys: pytest.CaptureFixture[str]) -> None:
     """Of few picks the most used quarter has more than its share by chance: even ones show how much."""
     args = ["--synthetic", "tiny", "--prefill", "8", "--decode", "8", "--max_new_tokens", "24", "--prompt_len", "4"]
@@ -175,7 +183,7 @@ def test_a_model_of_files(capsys: pytest.CaptureFixture[str]) -> None:
         (["--prefill", "1,x"], "--prefill must be positive numbers"),
         (["--decode", "0"], "--decode must be positive numbers"),
         (["--routing", "skewed"], "--routing makes the routers of a --synthetic shape"),
-        (["--prompt_len", "0"], "--prompt_len must be at least 1"),
+        (["--prompt_len", "64,0"], "--prompt_len must be positive numbers"),
         (["--beside", "-1"], "--beside must be at least 0"),
         (["--max_itl_ratio", "1"], "--max_itl_ratio must be more than 1, or 0 for no limit"),
         (["--seconds", "-1"], "--seconds must be at least 0"),

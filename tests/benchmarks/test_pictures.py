@@ -114,6 +114,8 @@ def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert record["settings"]["tower on"] == "cpu"
     assert 16 < record["settings"]["prompt_len"] < 200  # 128 x 128 pixels are 16 positions
     assert record["bounds"]["nbytes"]["vram"] == 0 < record["bounds"]["nbytes"]["ram"]
-    parts = ["part read", "part tower", "part text", "part token"]
-    assert peer.questions == [q for n in range(3) for q in (str(tmp_path / f"{n}.png"), *parts, "again")]
+    assert ours["next_turn_ms"] == pytest.approx(sum(ours[f"next_{part}_ms"] for part in ("read", "tower", "text")))
+    parts = ["part read", "part tower", "part text"]
+    asked = [(str(tmp_path / f"{n}.png"), *parts, "part token", "again", *parts) for n in range(3)]
+    assert peer.questions == [question for picture in asked for question in picture]
     assert peer.is_closed

@@ -55,6 +55,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 _COLUMNS = (
     Column("phase", 7, title=" "),
     Column("tokens", 6),
+    Column("context", 7, title="behind"),
     Column("tokens_per_s", 9, ".1f", "tokens/s"),
     Column("ms_per_step", 9, ".2f", "ms/step"),
     Column("gb_s", 7, ".1f", "GB/s"),
@@ -66,9 +67,9 @@ _HOT_COLUMN = Column("hot_percent", 7, ".1f", "% hot")
 
 @dataclass(frozen=True, slots=True)
 class OfflineWork:
-    """The figures to measure: prompts of `prefills` tokens, and `batches` sequences that decode as `case` says.
+    """The figures to measure: prompts of `prefills` tokens, and `batches` sequences that decode as each case says.
 
-    seconds: least per figure.
+    Cases differ in prompt_len alone; peers are asked for the first one. seconds: least per figure.
     synthetic: random weights in this shape instead of the config's model, with `layers` of its layers; None: as many as
     fit into memory. routing: how tokens of a synthetic model choose experts.
     stream: what is measured of one beside a prompt.
@@ -77,7 +78,7 @@ class OfflineWork:
     config: EngineConfig
     prefills: list[int]
     batches: list[int]
-    case: DecodeCase
+    cases: list[DecodeCase]
     seconds: float
     synthetic: str | None = None
     layers: int | None = None
@@ -114,7 +115,7 @@ def bench_offline(
     with loading() as progress:
         engine, report = _load(opened, _most_sequences(work), progress)
     _print_report(report)
-    report["settings"] |= {"decode_prompt_len": work.case.prompt_len, "decode_steps": work.case.steps}
+    report["settings"] |= {"decode_prompt_len": work.cases[0].prompt_len, "decode_steps": work.cases[0].steps}
     hot = opened.config.hot_experts if engine.hot.gpus else "off"
     report["settings"] |= {"routing": work.routing, "hot_experts": hot}
     with ExitStack() as stack:
@@ -133,10 +134,11 @@ def open_work(work: OfflineWork) -> tuple[OfflineWork, OpenedModel]:
     """Open the model, with a cache for all figures: the work as far as the model's context goes, and the model with as
     many layers as fit."""
     opened = _open(work)
-    prefills = _within_context(opened, work.prefills, work.case)
+    longest = max(work.cases, key=lambda case: case.prompt_len)
+    prefills = _within_context(opened, work.prefills, longest)
     stream = _stream_within(opened.facts.context_len, work.stream)
     work = replace(work, prefills=prefills, stream=stream)
-    num_slots = slots_needed(prefills, work.batches, work.case, PAGE_SIZE)
+    num_slots = slots_needed(prefills, work.batches, longest, PAGE_SIZE)
     if stream is not None:
         num_slots = max(num_slots, slots_of_stream(stream, PAGE_SIZE))
     opened = replace(opened, config=_with_cache(opened.config, num_slots))
@@ -304,14 +306,16 @@ def _measure(
     """Every figure, printed as it comes, and the peaks of memory meanwhile."""
     reset_ram_peak()
     reset_vram_peak()
-    print(f"prompts in chunks of {engine.config.chunk_size} tokens; decode after {work.case.prompt_len} tokens")
+    contexts = " and ".join(str(case.prompt_len) for case in work.cases)
+    print(f"prompts in chunks of {engine.config.chunk_size} tokens; decode after {contexts} tokens")
     columns = [(Column(peer.name, 10, ".1f"), Column(f"ours / {peer.name}", 8, ".2f", "ours, x")) for peer in peers]
     hot = [_HOT_COLUMN] if engine.hot.gpus else []
     table = FigureTable([*_COLUMNS, *hot, *(one for pair in columns for one in pair)])
     for count in work.prefills:
         table.add(_beside(asdict(runs.prefill(count)), peers))
-    for batch in work.batches:
-        table.add(_beside(asdict(runs.decode(batch, work.case)), peers))
+    for case in work.cases:
+        for batch in work.batches:
+            table.add(_beside(asdict(runs.decode(batch, case)), peers if case is work.cases[0] else ()))
     share = runs.quarter_share()
     if share is not None:
         print(f"the most used quarter of each layer's experts had {100 * share:.0f} % of the picks of decode")

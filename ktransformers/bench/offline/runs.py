@@ -13,7 +13,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -83,6 +83,7 @@ class StepWeights:
 @dataclass(frozen=True, slots=True)
 class Figure:
     """A figure of prefill or decode. tokens: of the prompt, or sequences per step. passes: how often it was measured.
+    context: tokens that were cached before, None of prefill.
 
     distinct_experts: per layer and step, the mean; even_experts: what even routing would touch. Both, and gb_s with
     them, are None when the engine did not count; without experts they are 0. hot_percent: of the experts that decode
@@ -98,6 +99,7 @@ class Figure:
     even_experts: float | None
     passes: int
     hot_percent: float | None = None
+    context: int | None = None
 
 
 @dataclass(slots=True)
@@ -216,7 +218,7 @@ class OfflineRuns:
         counted = one_pass(min(case.steps, COUNTED_STEPS))
         figure = self._measured("decode", batch, batch * case.steps, counted, one_pass)
         self._ended.extend(runs)
-        return figure
+        return replace(figure, context=case.prompt_len)
 
     def _measured(
         self, phase: str, size: int, num_tokens: int, counted: _Counts, one_pass: Callable[[], _Counts]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ktransformers.bench.common.report import print_record
 from ktransformers.cli.bench.moved import benchmark_hint
-from ktransformers.cli.bench.options import SHAPE_NAMES, Kinds, check_range, kind, model_or_shape
+from ktransformers.cli.bench.options import SHAPE_NAMES, Kinds, check_range, kind, model_or_shape, numbers
 from ktransformers.cli.loading import loading_bar
 from ktransformers.cli.parsing.options import (
     add_logging_flag,
@@ -52,7 +52,8 @@ def add_offline_flags(parser: argparse.ArgumentParser, group: argparse._ActionsC
     group.add_argument("--beside", type=int, default=2000, metavar="TOKENS", help=text)
     text = "of that stream, as `serve` has it; 0: --chunk_size alone decides (%(default)s)"
     group.add_argument("--max_itl_ratio", type=float, default=MAX_ITL_RATIO, metavar="X", help=text)
-    group.add_argument("--prompt_len", type=int, default=64, help="tokens in the cache before decode (%(default)s)")
+    text = "tokens in the cache before decode; several: one figure each (%(default)s)"
+    group.add_argument("--prompt_len", default="64", help=text)
     group.add_argument("--seconds", type=float, default=2.0, help="least time per figure (%(default)s)")
     add_model_flags(parser)
     add_logging_flag(group)
@@ -62,7 +63,7 @@ def add_offline_flags(parser: argparse.ArgumentParser, group: argparse._ActionsC
 def offline_work(args: argparse.Namespace) -> OfflineWork:
     """Return the work that the flags of `bench offline` describe. Raises ConfigError for values that make no sense."""
     prefills, batches = positive_numbers(args.prefill, "prefill"), positive_numbers(args.decode, "decode")
-    check_range("prompt_len", args.prompt_len, 1, 1 << 24)
+    prompt_lens = numbers(args.prompt_len, "prompt_len", 1 << 24)
     check_range("seconds", args.seconds, 0, 3600)
     check_range("beside", args.beside, 0, 1 << 24)
     check_itl_ratio(args.max_itl_ratio)
@@ -71,12 +72,12 @@ def offline_work(args: argparse.Namespace) -> OfflineWork:
     from ktransformers.bench.offline.runs import DecodeCase
     from ktransformers.bench.offline.streams import StreamWork
 
-    case = DecodeCase(steps=config.max_new_tokens, prompt_len=args.prompt_len)
+    cases = [DecodeCase(steps=config.max_new_tokens, prompt_len=prompt_len) for prompt_len in prompt_lens]
     if args.routing is not None and args.synthetic is None:
         raise ConfigError("--routing makes the routers of a --synthetic shape; a model's files have their own")
     routing = args.routing or "even"
-    stream = StreamWork(args.beside, args.max_itl_ratio, args.prompt_len) if args.beside else None
-    return OfflineWork(config, prefills, batches, case, args.seconds, args.synthetic, args.layers, routing, stream)
+    stream = StreamWork(args.beside, args.max_itl_ratio, prompt_lens[0]) if args.beside else None
+    return OfflineWork(config, prefills, batches, cases, args.seconds, args.synthetic, args.layers, routing, stream)
 
 
 def _offline(args: argparse.Namespace) -> int:
