@@ -11,6 +11,7 @@ from ktransformers.cache.paged import LayerShape
 from ktransformers.engine.load.ready import forget_positions
 from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.engine.parallel.pipeline.stage_io_check import check_stage_io
+from ktransformers.engine.step.context import ForwardBatch
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.layout import StepLayout, move_into
 from ktransformers.engine.step.runner import ModelRunner
@@ -112,7 +113,7 @@ def _first_step(loaded: Arrangeable) -> list[LayerCall]:
     keep = torch.tensor([num_rows - 1])
 
     def step() -> torch.Tensor:
-        return runner.step(torch.zeros_like(positions), positions, context, keep)
+        return runner.step(ForwardBatch(torch.zeros_like(positions), positions, context, keep))
 
     try:
         if compiles() and not layout.is_cpu:

@@ -21,7 +21,7 @@ from ktransformers.engine.media.family import PictureFamily
 from ktransformers.engine.media.features import PictureEncoder
 from ktransformers.engine.sampling.logits_request import StepLogits
 from ktransformers.engine.sampling.sampler import RequestSampler, TokenMask, sample_each
-from ktransformers.engine.step.context import OneTokenStep, paged_context
+from ktransformers.engine.step.context import ForwardBatch, OneTokenStep, paged_context
 from ktransformers.engine.step.drafts import EngineDrafter, computed_rows, with_drafts
 from ktransformers.engine.step.executor_runs import (
     FIRST_ROW,
@@ -150,7 +150,7 @@ class PagedExecutor:
         """
         if self.runner.begins_ahead and plan.rows and all(row.token_source is None for row in plan.rows):
             made = self._inputs(plan, self._new_step())
-            self.runner.begin(made.token_ids, made.positions, made.context, made.keep)
+            self.runner.begin(made.batch)
             self._begun[plan.step_id] = made
 
     def prepare(self, plan: StepPlan) -> None:
@@ -165,7 +165,7 @@ class PagedExecutor:
         is_plain = self.drafter is None and self.recorder is None and plan.tiers is None
         if steps is None or not is_plain or any(run.pooled for run in made.runs):
             return
-        if steps.launch_held(made.token_ids, made.positions, made.context, made.keep):
+        if steps.launch_held(made.batch):
             self._held = made
 
     def _release(self, *, is_wanted: bool) -> None:
@@ -178,12 +178,12 @@ class PagedExecutor:
         self._held, self._has_lost_step = None, not is_wanted
         steps = self.runner.held_steps
         assert steps is not None, "it holds a step"
-        steps.release(held.token_ids, is_wanted=is_wanted)
+        steps.release(held.batch.token_ids, is_wanted=is_wanted)
 
     def _complete(self, inputs: StepTensors) -> None:
         """Fill in tokens that the step before has sampled."""
         for index, source in inputs.sources:
-            inputs.token_ids.numpy()[index] = self._previous[source]
+            inputs.batch.token_ids.numpy()[index] = self._previous[source]
 
     def _new_step(self) -> OneTokenStep:
         """For a step whose inputs are made while those of another one are read."""
@@ -203,7 +203,7 @@ class PagedExecutor:
         positions, context = paged_context(self._cache, self._pool, rows, tables)
         positions, context = with_pictures(rows, runs, positions, context, self._family, self._pool_size)
         keep = torch.from_numpy(np.array(kept.rows, dtype=np.int64))
-        return StepTensors(runs, kept, torch.from_numpy(token_ids), positions, context, keep, sources)
+        return StepTensors(runs, kept, ForwardBatch(torch.from_numpy(token_ids), positions, context, keep), sources)
 
     @staticmethod
     def _one_token(row: ScheduledSequence, runs: Sequence[ExecutorRun], step: OneTokenStep) -> StepTensors:
@@ -215,7 +215,7 @@ class PagedExecutor:
         else:
             kept, keep = ONE_KEPT, FIRST_ROW
         sources = () if row.token_source is None else ((0, row.token_source),)
-        return StepTensors(runs, kept, step.token_ids, step.positions, context, keep, sources)
+        return StepTensors(runs, kept, ForwardBatch(step.token_ids, step.positions, context, keep), sources)
 
     @property
     def runs_apart(self) -> bool:
@@ -338,12 +338,11 @@ class PagedExecutor:
         return begun_run(start, self.pictures, sampler_of)
 
     def _forward(self, rows: Sequence[ScheduledSequence], inputs: StepTensors) -> StepLogits:
-        ids, positions, context, keep = inputs.token_ids, inputs.positions, inputs.context, inputs.keep
         needs, pooled = needs_of(rows, inputs), [run.pooled for run in inputs.runs]
         if not any(pooled):
-            return self.runner.reduced_step(ids, positions, context, keep, needs)
+            return self.runner.reduced_step(inputs.batch, needs)
         with self.runner.hook.watch() as seen:
-            logits = self.runner.reduced_step(ids, positions, context, keep, needs)
+            logits = self.runner.reduced_step(inputs.batch, needs)
         first = 0
         for one, row in zip(pooled, rows, strict=True):
             if one is not None:
