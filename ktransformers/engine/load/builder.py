@@ -44,6 +44,7 @@ from ktransformers.engine.plan.hardware import Hardware
 from ktransformers.engine.plan.planning import PlannedDraft, Planner
 from ktransformers.engine.plan.tier_plan import open_tiers
 from ktransformers.engine.sampling.constraints import mask_of
+from ktransformers.engine.step.hot import StepExperts
 from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.engine.step.snapshots import snapshot_interval
@@ -140,24 +141,17 @@ def _executor(built: CapturedModel, runner: ModelRunner, stats: ExpertStats) -> 
     """What runs the scheduler's steps of a model that is ready for them."""
     model = built.model
     grammars = model.tokenizer.grammars(model.vocab_size, model.eos_token_ids)
-    stats.totals()
-    stats.take_counts()  # what ran while loading is of no request
     executor = PagedExecutor(
         runner,
         built.cache,
         built.forward.pool,
         model.vocab_size,
-        stats.totals,
+        StepExperts(stats, built.hot, built.expert_files),
         lambda start: mask_of(grammars, start.params),
-        take_counts=stats.take_counts,
         eos_token_ids=model.eos_token_ids,
     )
     executor.new_runtime = lambda: StepRuntime(runner)
-    if built.hot.gpus:
-        executor.take_hot, executor.lend = built.hot.take, built.hot.lend
     if built.expert_files is not None:
-        built.expert_files.take()  # what ran while loading
-        executor.take_stored = built.expert_files.take
         learned = HotFile(built.identified.sampled.digests)
         built.expert_files.fill(learned.read(), learned.add, built.hot.has_slot())
     return executor
