@@ -71,9 +71,7 @@ from ktransformers.scheduler.records import (
     StepResult,
 )
 from ktransformers.scheduler.sequence import RunningState, Sequence
-from ktransformers.scheduler.shared_prompts import awaits_prefix
 from ktransformers.scheduler.totals import SchedulerTotals, stats_of
-from ktransformers.scheduler.updates import scored_updates, update_of
 
 __all__ = ["Scheduler"]
 
@@ -208,7 +206,7 @@ class Scheduler:
     ) -> RequestUpdate:
         """Remove a sequence, wherever it is. The update carries no token."""
         self._remove(seq)
-        return update_of(seq, finish_reason=reason, error=error, is_expired=is_expired)
+        return seq.update(finish_reason=reason, error=error, is_expired=is_expired)
 
     def _remove(self, seq: Sequence) -> None:
         del self._requests[seq.request_id]
@@ -340,7 +338,7 @@ class Scheduler:
         at, admitted = 0, []
         while at < len(self._waiting) and len(self._running) < self._max_running:
             seq = self._waiting[at]
-            if awaits_prefix(seq, self._running, self._pages) or self._pages.awaits_tiers(seq):
+            if self._pages.awaits_prefix(seq, self._running) or self._pages.awaits_tiers(seq):
                 at += 1
                 continue
             run = self._pages.start(seq, next(self._run_ids), self._pages.num_reserved(self._running))
@@ -403,7 +401,9 @@ class Scheduler:
             self._pages.kv_offload.commit(result.tiers, step.num_prefilled)
         self._drafts.add_step(step, elapsed, result.draft_seconds, result.observe_seconds)
         if result.prompt_logprobs:
-            updates += scored_updates(step.seqs, result.prompt_logprobs)
+            seqs = step.seqs
+            scored = [one for one in result.prompt_logprobs if one.run_id in seqs]
+            updates += [seqs[one.run_id].update(finish_reason=None, prompt_logprobs=one) for one in scored]
         remaining = iter(result.results)
         for row in step.rows:
             sampled = next(remaining) if row.is_sampled else None
@@ -444,14 +444,14 @@ class Scheduler:
         for one in result.tokens:
             if one.token_id is None:
                 error = one.error or "the engine sent no token and no reason"
-                updates.append(update_of(seq, finish_reason=FinishReason.ABORT, error=error))
+                updates.append(seq.update(finish_reason=FinishReason.ABORT, error=error))
                 return updates, True
             if updates:
                 seq.num_accepted += 1
                 self._totals.num_accepted += 1
             seq.token_ids.append(one.token_id)
             reason = seq.end.reason(one.token_id, seq.completion_len)
-            updates.append(update_of(seq, one, finish_reason=reason))
+            updates.append(seq.update(one, finish_reason=reason))
             if reason is not None:
                 return updates, True
         return updates, False

@@ -10,9 +10,9 @@ import pytest
 
 from ktransformers.core import FinishReason, SamplingParams, TokenLogprobs
 from ktransformers.errors import ConfigError, ContextLengthError
+from ktransformers.scheduler.page_tables import WORTH_WAITING
 from ktransformers.scheduler.records import Request, RowResult, StepPlan, StepResult
 from ktransformers.scheduler.scheduler import Scheduler
-from ktransformers.scheduler.shared_prompts import WORTH_WAITING
 from tests.support.servers.fake_engine import EOS, Loop, answer_alone, make_config, make_request, next_token
 
 

@@ -47,7 +47,6 @@ from ktransformers.engine.sampling.constraints import mask_of
 from ktransformers.engine.step.hot import StepExperts
 from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.engine.step.runner import ModelRunner
-from ktransformers.engine.step.snapshots import snapshot_interval
 from ktransformers.engine.step.step_runtime import StepRuntime
 from ktransformers.errors import UnsupportedError, WeightError
 from ktransformers.kernels.cpu.expert_store import ReadError
@@ -67,6 +66,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+_LEAST_INTERVAL = 256
+"""Tokens between snapshots inside of a prompt, at least."""
 
 
 def plan_model(config: EngineConfig, opened: OpenedModel | None = None, hardware: Hardware | None = None) -> Plan:
@@ -116,7 +118,7 @@ def build_engine(
     executor.pictures = _load_tower(built)
     executor.find_damage = DamageScan(opened.config).said
     longest = opened.facts.longest_sequence(cache.num_slots)
-    interval = snapshot_interval(max(cache.num_states - max_batch_size, 0), longest)
+    interval = _snapshot_interval(max(cache.num_states - max_batch_size, 0), longest)
     tiers, executor.tiers = open_tiers(opened.config, cache, built.identified) or (None, None)
     return Engine(
         config=built.config,
@@ -135,6 +137,11 @@ def build_engine(
         ranks=ranks,
         why_drafts_eager=built.why_drafts_eager,
     )
+
+
+def _snapshot_interval(snapshots: int, longest: int) -> int:
+    """Tokens between snapshots of states inside of a prompt, so that the longest one takes half of them; 0: none."""
+    return max(-(-longest // max(snapshots // 2, 1)), _LEAST_INTERVAL) if snapshots else 0
 
 
 def _executor(built: CapturedModel, runner: ModelRunner, stats: ExpertStats) -> PagedExecutor:

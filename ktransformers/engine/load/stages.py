@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from ktransformers.cache.paged import LayerShape, Lenders, PagedCache, check_page_size
 from ktransformers.config import CPU_ACTIVATIONS, EngineConfig, why_crowded
 from ktransformers.core import Progress
-from ktransformers.engine.load.arrange import arrange_layers, hand_contexts_to_recurrent
+from ktransformers.engine.load.arrange import arrange_layers, pass_context_to_recurrent
 from ktransformers.engine.load.graphs import choose_graphs
 from ktransformers.engine.load.ready import prepare_decode
 from ktransformers.engine.load.warmup import WarmupShapes
@@ -55,7 +55,7 @@ from ktransformers.operators.attention.rope import settle_rotations
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.expert_files import ExpertFiles
 from ktransformers.operators.experts.routed import KTransformersExperts
-from ktransformers.operators.layers.traced import hand_contexts_on, hand_on
+from ktransformers.operators.layers.traced import pass_context, pass_context_to_attention
 from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.operators.recurrent.base import RecurrentOperator
 from ktransformers.optimize.apply import apply_plan, bind_plan, load_plan
@@ -357,12 +357,12 @@ def optimize_and_load_gguf(opened: OpenedModel, plan: Plan, max_len: int, progre
     else:
         load_plan(opened.model, plan, opened.source, lambda done, key: progress(done, total, key))
     settle_buffers(modules, plan)
-    hand_contexts_to_recurrent(opened.model, plan)
+    pass_context_to_recurrent(opened.model, plan)
     install_moves(modules, plan)
-    hand_contexts_on(opened.model)
+    pass_context_to_attention(opened.model)
     for key, operator in plan.operators.items():
         if isinstance(operator, RecurrentOperator):
-            hand_on(modules[key.rpartition(".")[0]], [operator])
+            pass_context(modules[key.rpartition(".")[0]], [operator])
     if isinstance(embedding, MtpInput):
         embedding.take_parts()
     return StepLayout.of(plan, modules, embedding)

@@ -47,10 +47,10 @@ from ktransformers.optimize.hot_slots import (
     whole_layers_beside_slots,
     with_hot_slots,
 )
+from ktransformers.optimize.layer_devices import spread_layers
 from ktransformers.optimize.machine import detect_machine
 from ktransformers.optimize.plan import Choices, Plan, format_bytes, make_plan
 from ktransformers.optimize.rules import Rules, load_rules
-from ktransformers.optimize.spread import spread_layers
 from ktransformers.optimize.streaming import (
     Streaming,
     chunk_size_for,

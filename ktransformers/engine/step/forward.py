@@ -20,7 +20,11 @@ from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import CPU
 from ktransformers.operators.exact import NativeMathMode, modules_on_torch
-from ktransformers.operators.layers.pictures import adding_pictures, is_later_stage
+from ktransformers.operators.layers.gpu import LayerStack
+from ktransformers.operators.layers.joined import Done
+from ktransformers.operators.layers.native_stack import NativeStack
+from ktransformers.operators.layers.traced import layer_list
+from ktransformers.operators.recorder import intercepted
 
 __all__ = ["ForwardPass", "StepInputs"]
 
@@ -104,7 +108,7 @@ class ForwardPass:
     def _shown(self, embedded: Tensor, context: ForwardContext) -> Tensor:
         """What the embedding gave, [T, width], with pictures in their rows; unless it came from another stage."""
         pictures = context.pictures
-        if pictures is None or is_later_stage(self.model):
+        if pictures is None or _is_later_stage(self.model):
             return embedded
         hidden = pictures.hidden.to(embedded.device, embedded.dtype)
         embedded = embedded.clone()  # some tables lend their memory
@@ -140,7 +144,7 @@ class ForwardPass:
 
     def _logits(self, *, positions: Tensor, keep: Tensor, context: ForwardContext, **tokens: Tensor) -> Tensor:
         kept = nullcontext() if self.last_hidden is None else self.last_hidden.open()
-        with self._math, kept, adding_pictures(self.model, context):
+        with self._math, kept, _adding_pictures(self.model, context):
             output = self.model(
                 **tokens, position_ids=positions, use_cache=False, logits_to_keep=keep, forward_context=context
             )
@@ -151,3 +155,35 @@ class ForwardPass:
 def _batched(positions: Tensor) -> Tensor:
     """Positions [T] or [3, T], as models take them."""
     return positions[None] if positions.dim() == 1 else positions[:, None]
+
+
+def _is_later_stage(model: nn.Module) -> bool:
+    """Whether the layers of `model` get their hidden states from another stage of a pipeline."""
+    return _first_layer(layer_list(model)) > 0
+
+
+def _first_layer(layers: nn.ModuleList | None) -> int:
+    first: int = getattr(layers, "first", 0)
+    return first
+
+
+def _adding_pictures(model: nn.Module, context: ForwardContext) -> AbstractContextManager[None]:
+    """Let the layers of `model` give their hidden states with what the step's pictures add behind them, while the block
+    runs. Layers that are joined do so themselves."""
+    pictures, layers = context.pictures, layer_list(model)
+    if pictures is None or not pictures.by_layer or layers is None:
+        return nullcontext()
+    alone = [
+        (index, layer)
+        for index, layer in enumerate(layers._modules.values(), _first_layer(layers))
+        if layer is not None and not isinstance(layer, NativeStack | LayerStack | Done)
+    ]
+
+    def run(key: int, forward: Callable[..., object], /, *args: object, **kwargs: object) -> object:
+        output = forward(*args, **kwargs)
+        if isinstance(output, torch.Tensor):
+            return pictures.add_behind(key, output)
+        assert isinstance(output, tuple), "layers give hidden states, or something behind them"
+        return pictures.add_behind(key, output[0]), *output[1:]
+
+    return intercepted(alone, run)
