@@ -81,7 +81,7 @@ def plan_model(config: EngineConfig, opened: OpenedModel | None = None, hardware
     hardware = hardware or Hardware.detect(opened.config)
     if opened.config.tensor_parallel > 1:
         opened, hardware = parallel_strategy(opened.config, 0).shard(opened, hardware)
-    return Planner(opened, None, CachePlan.of(opened)).settle(hardware)[0].plan
+    return Planner(opened, None, CachePlan.of(opened)).plan(hardware)[0].plan
 
 
 def build_engine(

@@ -207,7 +207,7 @@ def plan_part(
     if shared is None:
         undo.callback(pool.close)
     planner = Planner(opened, pool, cache_plan, stats, is_draft=shared is not None)
-    planned, hardware = planner.settle(part.hardware)
+    planned, hardware = planner.plan(part.hardware)
     plan, num_slots = planned.plan, planned.num_slots
     plan.check_fits()
     undo.callback(plan.devices.close)
