@@ -49,7 +49,7 @@ from ktransformers.kernels.triton.common.clock import write_device_time
 from ktransformers.kernels.triton.common.convert import convert_rows
 from ktransformers.kernels.triton.common.elementwise import add_rms_norm, gate_heads
 from ktransformers.kernels.triton.experts.hot import split_pairs, sum_onto
-from ktransformers.kernels.triton.experts.matrices import SILU, ExpertMatrices, MoeEpilogue
+from ktransformers.kernels.triton.experts.matrices import SILU, ExpertMatrices, MoeEpilogue, MoeMatrices, RoutedRows
 from ktransformers.kernels.triton.experts.moe import moe
 from ktransformers.kernels.triton.experts.router import MAX_ROUTED_ROWS, Chosen, SlotSplit, route_rows, topk_router
 from ktransformers.kernels.triton.linear.linear import gated_linear, linear, linear_pair
@@ -177,7 +177,7 @@ def call_moe(types, hidden, width, tokens, layout=GpuLayout.PLANES, num=8, top_k
     down = ExpertMatrices(weights(second, hidden, width, layout, num), second, hidden, width, layout)
     ids = torch.zeros(tokens, top_k, dtype=torch.int32)
     x = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
-    moe(x, ids, torch.zeros(tokens, top_k), gate, gate, down, epilogue=epilogue)
+    moe(RoutedRows(x, ids, torch.zeros(tokens, top_k)), MoeMatrices(gate, gate, down, epilogue))
 
 
 def call_gpt_oss(qtype, tokens, layout=GpuLayout.PLANES, num=8, hidden=2880):
