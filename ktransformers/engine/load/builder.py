@@ -44,8 +44,8 @@ from ktransformers.engine.plan.hardware import Hardware
 from ktransformers.engine.plan.planning import PlannedDraft, Planner
 from ktransformers.engine.plan.tier_plan import open_tiers
 from ktransformers.engine.sampling.constraints import mask_of
+from ktransformers.engine.step.executor import PagedExecutor
 from ktransformers.engine.step.hot import StepExperts
-from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.engine.step.step_runtime import StepRuntime
 from ktransformers.errors import UnsupportedError, WeightError

@@ -27,9 +27,9 @@ from ktransformers.engine.plan.cache_plan import PAGE_SIZE, cache_len_of
 from ktransformers.engine.sampling.constraints import mask_of
 from ktransformers.engine.sampling.logits_request import StepLogits
 from ktransformers.engine.step.context import ForwardBatch
+from ktransformers.engine.step.executor import PagedExecutor
 from ktransformers.engine.step.executor_runs import StepTensors
 from ktransformers.engine.step.hidden import HiddenStatesHook
-from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.errors import CapacityError, ConfigError, TensorMismatchError, UnsupportedError, reason_of
 from ktransformers.kernels import reference
 from ktransformers.kernels.blocks import decode_blocks

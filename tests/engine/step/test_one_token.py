@@ -12,7 +12,7 @@ import torch
 from ktransformers.cache.paged import PagedCache
 from ktransformers.core import SamplingParams
 from ktransformers.engine.step.context import ForwardBatch
-from ktransformers.engine.step.paged import PagedExecutor
+from ktransformers.engine.step.executor import PagedExecutor
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.context import ForwardContext
 from ktransformers.scheduler.records import NewSequence, ScheduledSequence, StepPlan

@@ -11,7 +11,7 @@ import msgspec
 
 from ktransformers.core import FinishReason, SamplingParams, TokenLogprobs
 from ktransformers.engine.load.builder import Engine
-from ktransformers.engine.step.paged import PagedExecutor
+from ktransformers.engine.step.executor import PagedExecutor
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.records import Request, RequestUpdate, StepPlan, StepResult
 from ktransformers.scheduler.scheduler import Scheduler

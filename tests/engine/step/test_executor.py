@@ -21,8 +21,8 @@ from ktransformers.core import FinishReason, SamplingParams, TokenEvent
 from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.sampling.sampler import RequestSampler, sample_batch
 from ktransformers.engine.step.context import ForwardBatch
+from ktransformers.engine.step.executor import PagedExecutor
 from ktransformers.engine.step.forward import ForwardPass
-from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.errors import CapacityError, KTransformersError
 from ktransformers.kernels.types import QuantType
