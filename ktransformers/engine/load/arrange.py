@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from ktransformers.cache.paged import LayerShape
-from ktransformers.engine.load.ready import forget_positions
+from ktransformers.engine.load.graphs import forget_positions
 from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.engine.parallel.pipeline.stage_io_check import check_stage_io
 from ktransformers.engine.step.context import ForwardBatch

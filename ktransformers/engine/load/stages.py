@@ -21,7 +21,6 @@ from ktransformers.config import CPU_ACTIVATIONS, EngineConfig, why_crowded
 from ktransformers.core import Progress
 from ktransformers.engine.load.arrange import arrange_layers, pass_context_to_recurrent
 from ktransformers.engine.load.graphs import choose_graphs
-from ktransformers.engine.load.ready import prepare_decode
 from ktransformers.engine.load.warmup import WarmupShapes
 from ktransformers.engine.model.fingerprint import Identified, identify
 from ktransformers.engine.model.hot_file import HotFile
@@ -273,15 +272,15 @@ def capture_steps(arranged: ArrangedModel, progress: Progress | None, why_eager:
     graphs = choose_graphs(part.config, plan, loaded.layout, loaded.flash.values(), part.hardware, extent, why_eager)
     device = loaded.layout.entry.torch_device
     mixed, is_captured = part.ranks.rendezvous(graphs.sizes, graphs.backend is not None, device)
-    backend = graphs.backend if is_captured else None
+    graphs = replace(
+        graphs, backend=graphs.backend if is_captured else None, sizes=mixed, blocks=part.ranks.step_blocks
+    )
     last_hidden = arranged.forward.last_hidden
     if last_hidden is not None and not loaded.layout.is_cpu:
         last_hidden.replayed_rows = 2 * extent.max_batch_size + max((size.rows for size in mixed), default=8)
         if loaded.layout.mtp is not None:
             loaded.layout.mtp.reserve(last_hidden.replayed_rows, loaded.layout.entry)
-    decode = prepare_decode(
-        arranged.forward, arranged.cache, plan, extent, backend, progress, mixed, part.ranks.step_blocks
-    )
+    decode = graphs.prepare(arranged.forward, arranged.cache, plan, extent, progress)
     part.ranks.captured([] if decode is None else decode.sizes)
     config = replace(part.config, cache_lens=planned.num_slots, chunk_size=planned.chunk_size)
     identified, hot = arranged.identified, loaded.hot
