@@ -25,7 +25,7 @@ from ktransformers.cli import run_command
 from ktransformers.cli.bench.options import check_between, check_range
 from ktransformers.core import SamplingParams
 from ktransformers.scheduler.config import SchedulerConfig
-from ktransformers.scheduler.records import Request, RowResult
+from ktransformers.scheduler.records import Request, RowResult, StepResult
 from ktransformers.scheduler.scheduler import Scheduler
 from ktransformers.system.cpu_names import cpu_name
 
@@ -78,7 +78,7 @@ class _Load:
         encoder.encode(plan)
         results = [RowResult(self.rng.randrange(_VOCAB_SIZE)) for row in plan.rows if row.is_sampled]
         encoded = time.perf_counter()
-        self.scheduler.commit(plan.step_id, results)
+        self.scheduler.commit(StepResult(step_id=plan.step_id, results=results))
         done = time.perf_counter()
         return planned - began + done - encoded, encoded - planned, all(row.num_tokens == 1 for row in plan.rows)
 

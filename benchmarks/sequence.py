@@ -13,7 +13,7 @@ import torch
 from ktransformers.cache.paged import PagedCache
 from ktransformers.engine.load.builder import Engine
 from ktransformers.engine.sampling.logits_request import StepLogits
-from ktransformers.engine.step.context import paged_context
+from ktransformers.engine.step.context import ForwardBatch, paged_context
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.errors import ConfigError, ContextLengthError
 from ktransformers.scheduler.records import ScheduledSequence
@@ -87,6 +87,6 @@ class SequenceRunner:
         table = self._table[: -(-end // self.cache.page_size)]
         positions, context = paged_context(self.cache, self.pool, [row], [table])
         kept = torch.tensor(list(keep), dtype=torch.int64)
-        logits = self.steps.reduced_step(torch.tensor(list(token_ids)), positions, context, kept, needs)
+        logits = self.steps.reduced_step(ForwardBatch(torch.tensor(list(token_ids)), positions, context, kept), needs)
         self.written_len = end
         return logits

@@ -40,7 +40,7 @@ from ktransformers.engine.api.batch_loop import BatchLoop
 from ktransformers.engine.api.llm import LLM, RequestOutput
 from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.model.opened import OpenedModel, open_model, open_synthetic
-from ktransformers.engine.step.paged import PagedExecutor
+from ktransformers.engine.step.executor import PagedExecutor
 from ktransformers.errors import ConfigError, EngineError
 from ktransformers.models.synthetic_shapes import SHAPES, find_shape
 from ktransformers.scheduler.records import StepPlan, StepResult

@@ -38,6 +38,7 @@ from ktransformers.kernels.triton.attention.materialized import (
     tiles_of,
 )
 from ktransformers.kernels.triton.attention.mla import mla_attention
+from ktransformers.kernels.triton.attention.rope import Rotation
 from ktransformers.kernels.triton.common.runtime import triton
 from ktransformers.operators.attention.latent_gpu import GpuLatent, LatentStep
 from ktransformers.operators.attention.latent_materialization import (
@@ -109,7 +110,9 @@ class Case:
         angles = torch.rand(rows, dims.rope // 2, device=self.gpu.device)
         norm = (torch.ones(dims.rank, dtype=BF16, device=self.gpu.device), 1e-6)
         compressed = self.random(rows, dims.rank + dims.rope)
-        self.step = LatentStep(compressed, norm, (angles.cos(), angles.sin(), True), self.cache, self.here, self.scale)
+        self.step = LatentStep(
+            compressed, norm, Rotation(angles.cos(), angles.sin(), True), self.cache, self.here, self.scale
+        )
 
     def random(self, *shape: int) -> Tensor:
         """Numbers in bf16 whose sums of products stay near 1."""

@@ -27,7 +27,7 @@ from ktransformers.cli import run_command
 from ktransformers.cli.bench.options import chosen, numbers
 from ktransformers.cli.parsing.options import set_up_logging
 from ktransformers.kernels.triton.experts.align import moe_align
-from ktransformers.kernels.triton.experts.matrices import ExpertMatrices
+from ktransformers.kernels.triton.experts.matrices import ExpertMatrices, MoeMatrices, RoutedRows
 from ktransformers.kernels.triton.experts.moe import moe
 from ktransformers.kernels.triton.experts.workspace import MoeWorkspace, block_rows
 from ktransformers.kernels.triton.linear.linear import Workspace, linear
@@ -173,6 +173,7 @@ class _Experts:
 
         gate, up = (matrices(self.first, self.width, self.hidden) for _ in range(2))
         down = matrices(self.second, self.hidden, self.width)
+        experts = MoeMatrices(gate, up, down)
         for count in tokens:
             ids = _routings(gpu, count, self.top_k, self.num, 16 if count <= 64 else 2)
             distinct = sum(len(set(i.flatten().tolist())) for i in ids) / len(ids)
@@ -184,7 +185,7 @@ class _Experts:
                 shape=self.name,
                 type=f"{self.first.name}/{self.second.name}",
                 tokens=count,
-                calls=[partial(moe, x, i, weights, gate, up, down, out, workspace=space) for i in ids],
+                calls=[partial(moe, RoutedRows(x, i, weights), experts, out, workspace=space) for i in ids],
                 nbytes=distinct * (gate.nbytes + up.nbytes + down.nbytes),
                 flops=6 * count * self.top_k * self.hidden * self.width,
                 distinct_experts=distinct,

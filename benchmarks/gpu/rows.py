@@ -11,7 +11,14 @@ from torch import Tensor
 from ktransformers.bench.common.report import Row
 from ktransformers.bench.gpu.device import BF16, Gpu, relative_error
 from ktransformers.kernels.cpu.router import RouterSpec, Scoring
-from ktransformers.kernels.triton.attention.rope import latent_to_cache, rope_to_cache
+from ktransformers.kernels.triton.attention.rope import (
+    HeadNorms,
+    KvSlots,
+    LatentSlots,
+    Rotation,
+    latent_to_cache,
+    rope_to_cache,
+)
 from ktransformers.kernels.triton.common.elementwise import activate, add_rms_norm
 from ktransformers.kernels.triton.experts.router import topk_router
 from ktransformers.kernels.types import ActivationSpec
@@ -72,12 +79,11 @@ def rope_figure(gpu: Gpu, rows: int, heads: tuple[int, int], dim: int) -> Row:
     cos, sin, ids = angles.cos(), angles.sin(), torch.arange(rows, device=gpu.device)
     weights = (torch.ones(dim, device=gpu.device), torch.ones(dim, device=gpu.device))
     q_out = torch.empty(rows, num_q, dim, device=gpu.device, dtype=BF16)
+    rotation, slots = Rotation(cos, sin, positions=ids), KvSlots(k_cache, v_cache, ids)
 
     def call(index: int) -> Tensor:
         q, k, v = torch.split(qkv[index], [num_q, num_kv, num_kv], 1)
-        return rope_to_cache(
-            q, k, v, cos, sin, k_cache, v_cache, ids, positions=ids, norm_weights=weights, eps=1e-6, q_out=q_out
-        )
+        return rope_to_cache((q, k, v), rotation, slots, HeadNorms(*weights, 1e-6), q_out=q_out)
 
     us = gpu.graph_us(_numbered(call, sets))
     x = qkv[sets - 1, :, :num_q].float()
@@ -96,10 +102,10 @@ def latent_figure(gpu: Gpu, rows: int, heads: int) -> Row:
     out = torch.empty(rows, heads, 576, device=gpu.device, dtype=BF16)[..., 512:]
     angles = torch.rand(4096, 32, device=gpu.device)
     cos, sin, ids = angles.cos(), angles.sin(), torch.arange(rows, device=gpu.device)
-    weight = torch.ones(512, device=gpu.device)
+    norm, rotation = (torch.ones(512, device=gpu.device), 1e-6), Rotation(cos, sin, True, ids)
 
     def call(index: int) -> object:
-        return latent_to_cache(q[index], kv[index], weight, 1e-6, cos, sin, cache, ids, positions=ids, q_out=out)
+        return latent_to_cache(q[index], kv[index], norm, rotation, LatentSlots(cache, ids), q_out=out)
 
     return _figure("latent norm, rope, cache", rows, heads, gpu.graph_us(_numbered(call, sets)), nbytes)
 

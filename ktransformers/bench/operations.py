@@ -22,7 +22,8 @@ from ktransformers.bench.common.report import Column, FigureTable, Record, Row
 from ktransformers.bench.common.timing import best_time, torch_threads
 from ktransformers.kernels.attention_call import AttentionCall, RowPages
 from ktransformers.kernels.cpu import NATIVE_TYPES, WorkerPool, attention, limits, linear, rms_norm
-from ktransformers.kernels.cpu.recurrent import delta_scan
+from ktransformers.kernels.cpu.recurrent import scan_heads
+from ktransformers.kernels.recurrent_call import ScanCall
 from ktransformers.kernels.types import StateStep
 
 __all__ = ["bench_operations"]
@@ -121,7 +122,7 @@ def _delta_scan(pool: WorkerPool, size: int) -> Iterator[OperationCase]:
         bounds, slot = (torch.tensor(x, dtype=torch.int32) for x in ([0, tokens], [0]))
         lens = torch.arange(1, tokens + 1, dtype=torch.int32)
         step = StateStep(bounds, slot, slot, torch.full_like(lens, -1), lens)
-        ours = partial(delta_scan, q, k / 12, v, decay, beta, states, step, None, 1.0, pool)
+        ours = partial(scan_heads, ScanCall(q, k / 12, v, decay, beta, states, step), pool)
         theirs = partial(_delta_rule, q, k / 12, v, decay, beta, states[0].clone())
         yield OperationCase(f"delta_scan H={heads} T={tokens}", ours, theirs, 8 * states.numel())
 

@@ -1,7 +1,6 @@
 """Oracles of the kernels of recurrent layers, slowly, in plain torch: row by row, in fp64, states in place.
 
-The names and arguments are those of `kernels.cpu.recurrent` without a pool; see there for shapes. States may have any
-floating dtype. Knows nothing of the extension.
+See `kernels.recurrent_call` for shapes; states may have any floating dtype here. Knows nothing of the extension.
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from ktransformers.kernels.recurrent_call import ConvCall, GatedNormCall, ScanCall, SelectiveScanCall
 from ktransformers.kernels.types import StateStep
 
-__all__ = ["causal_conv", "delta_gates", "delta_scan", "gated_norm", "linear_scan", "selective_scan"]
+__all__ = ["causal_conv", "delta_gates", "gated_norm", "scan_heads", "selective_scan"]
 
 
 def _scan(
@@ -32,96 +32,61 @@ def _scan(
             states[step.write_slots[seq]] = state.to(states.dtype)
 
 
-def causal_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, step: StateStep, activation: str
-) -> Tensor:
+def causal_conv(call: ConvCall) -> Tensor:
     """Depthwise causal convolution over each sequence."""
-    wide, out = x.double(), torch.zeros_like(x)
+    wide, weight, out = call.x.double(), call.weight.double().T, torch.zeros_like(call.x)
+    bias = 0 if call.bias is None else call.bias.double()
 
     def advance(state: Tensor, row: int) -> tuple[Tensor, Tensor]:
         inputs = torch.cat([state, wide[row][None]])
-        y = (inputs * weight.double().T).sum(0) + (0 if bias is None else bias.double())
-        return inputs[1:], functional.silu(y) if activation == "silu" else y
+        y = (inputs * weight).sum(0) + bias
+        return inputs[1:], functional.silu(y) if call.activation == "silu" else y
 
-    _scan(states, step, out, advance)
+    _scan(call.states, call.step, out, advance)
     return out
 
 
-def delta_scan(  # noqa: PLR0913 - what a call of the kernel takes
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    states: Tensor,
-    step: StateStep,
-    l2norm_eps: float | None,
-    scale: float,
-) -> Tensor:
-    """The gated delta rule, row by row."""
-    share = v.shape[1] // q.shape[1]
-    if l2norm_eps is not None:
-        q, k = (x.double() * torch.rsqrt(x.double().square().sum(-1, keepdim=True) + l2norm_eps) for x in (q, k))
-    queries, keys = (x.double().repeat_interleave(share, 1) for x in (q, k))
-    factors = decay.double().exp().reshape(*v.shape[:2], -1, 1)  # [T, H, K or 1, 1]
-    out = torch.zeros_like(v)
+def scan_heads(call: ScanCall) -> Tensor:
+    """The gated delta rule, or linear attention with decay, row by row."""
+    q, k, v, share = call.q.double(), call.k.double(), call.v, call.v.shape[1] // call.q.shape[1]
+    if call.l2norm_eps is not None:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + call.l2norm_eps) for x in (q, k))
+    queries, keys = (x.repeat_interleave(share, 1) for x in (q, k))
+    factors = call.decay.double().exp().reshape(*v.shape[:2], -1, 1)  # [T, H, K or 1, 1]
+    beta, out = None if call.beta is None else call.beta.double(), torch.zeros_like(v)
 
     def advance(state: Tensor, row: int) -> tuple[Tensor, Tensor]:
-        state = state * factors[row]
-        memory = torch.einsum("hk,hkv->hv", keys[row], state)
-        delta = (v[row].double() - memory) * beta[row].double()[:, None]
-        state = state + keys[row][:, :, None] * delta[:, None]
-        return state, scale * torch.einsum("hk,hkv->hv", queries[row], state)
+        state, value = state * factors[row], v[row].double()
+        if beta is not None:
+            value = (value - torch.einsum("hk,hkv->hv", keys[row], state)) * beta[row][:, None]
+        state = state + keys[row][:, :, None] * value[:, None]
+        return state, call.scale * torch.einsum("hk,hkv->hv", queries[row], state)
 
-    _scan(states, step, out, advance)
+    _scan(call.states, call.step, out, advance)
     return out
 
 
-def linear_scan(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, states: Tensor, step: StateStep) -> Tensor:
-    """Linear attention with decay, row by row."""
-    share = v.shape[1] // q.shape[1]
-    queries, keys = (x.double().repeat_interleave(share, 1) for x in (q, k))
-    factors, out = decay.double().exp(), torch.zeros_like(v)
-
-    def advance(state: Tensor, row: int) -> tuple[Tensor, Tensor]:
-        state = state * factors[row][:, None, None] + keys[row][:, :, None] * v[row].double()[:, None]
-        return state, torch.einsum("hk,hkv->hv", queries[row], state)
-
-    _scan(states, step, out, advance)
-    return out
-
-
-def selective_scan(
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, states: Tensor, step: StateStep
-) -> Tensor:
+def selective_scan(call: SelectiveScanCall) -> Tensor:
     """Mamba's selective scan, row by row."""
-    wide, steps, out = x.double(), dt.double(), torch.zeros_like(x)
+    wide, steps, out = call.x.double(), call.dt.double(), torch.zeros_like(call.x)
+    a, b, c, d = call.a.double(), call.b.double(), call.c.double(), 0 if call.d is None else call.d.double()
 
     def advance(state: Tensor, row: int) -> tuple[Tensor, Tensor]:
-        state = state * torch.exp(steps[row][:, None] * a.double())
-        state = state + (steps[row] * wide[row])[:, None] * b[row].double()
-        return state, state @ c[row].double() + (0 if d is None else d.double() * wide[row])
+        state = state * torch.exp(steps[row][:, None] * a) + (steps[row] * wide[row])[:, None] * b[row]
+        return state, state @ c[row] + d * wide[row]
 
-    _scan(states, step, out, advance)
+    _scan(call.states, call.step, out, advance)
     return out
 
 
-def gated_norm(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    eps: float,
-    group_size: int | None = None,
-    is_gate_first: bool = False,
-    activation: str = "silu",
-) -> Tensor:
+def gated_norm(call: GatedNormCall) -> Tensor:
     """RMSNorm of groups of columns, times the gate's SiLU or sigmoid."""
-    factor = functional.silu(gate.double()) if activation == "silu" else torch.sigmoid(gate.double())
-    wide = x.double() * factor if is_gate_first else x.double()
-    groups = wide.view(len(x), -1, group_size or x.shape[1])
-    normed = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)).flatten(1)
-    result = weight.double().repeat(x.shape[1] // len(weight)) * normed
-    gated: Tensor = result if is_gate_first else result * factor
+    x, gate, weight = call.x.double(), call.gate.double(), call.weight.double()
+    factor = functional.silu(gate) if call.activation == "silu" else torch.sigmoid(gate)
+    groups = (x * factor if call.is_gate_first else x).view(len(x), -1, call.group_size or x.shape[1])
+    normed = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + call.eps)).flatten(1)
+    result = weight.repeat(x.shape[1] // len(weight)) * normed
+    gated: Tensor = result if call.is_gate_first else result * factor
     return gated.float()
 
 

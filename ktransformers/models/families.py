@@ -101,10 +101,8 @@ NO_CONTEXT = Refusal(
 # -- files and configs
 
 CROSS = Refusal("layers see the image only", r"layer 3 runs 0 times in a step")
-TENSOR_NAMES = Refusal("tensors have other names in files than in the model", r"tensor lm_head\.weight is missing")
 ENDLESS = Refusal("the config says no length of a sequence", r"max_position_embeddings -1")
 NO_LAYERS = Refusal("bytes go through several models, one inside the other", r"says no num_hidden_layers")
-BUFFERS = Refusal("a buffer that no file holds is computed in a way of its own", r"its buffers cannot be computed")
 NOT_BUILT = Refusal(
     "transformers itself builds no model from a small config of the family",
     r"requires the timm library|No module named|Class validation error|Validation error for field|"

@@ -2,7 +2,8 @@
 
 A layer's device is the device of its attention, or of what stands in its place. `cuda` without a number means the
 device that the layer loop's transfer_map names for the layer, else the first one; modules that no rule places go where
-their layer is. Knows rules and the module tree; reads no weights.
+their layer is. `spread_layers` makes a transfer_map where no rule file of the user's has one. Knows rules and the
+module tree; reads no weights.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ktransformers.models.layers import mixers
 from ktransformers.optimize.machine import Machine
 from ktransformers.optimize.rules import Rules
 
-__all__ = ["LayerDevice", "LayerDevices"]
+__all__ = ["LayerDevice", "LayerDevices", "spread_layers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +102,18 @@ def _transfer_map(model: nn.Module, rules: Rules, model_type: str) -> Mapping[in
             found: Mapping[int, str] = rule.kwargs["transfer_map"]
             return found
     return {}
+
+
+def spread_layers(num_layers: int, free: Mapping[str, int]) -> dict[int, str]:
+    """Return {first layer: device}, as a transfer_map has it: each device gets consecutive layers, so that hidden
+    states cross as often as there are GPUs, in proportion to its free bytes.
+
+    free: in the order in which layers pass through the devices. Those too small for a layer get none.
+    """
+    total, before, starts = sum(free.values()), 0, dict[int, str]()
+    for device, nbytes in free.items():
+        first = round(num_layers * before / max(total, 1))
+        before += nbytes
+        if round(num_layers * before / max(total, 1)) > first:
+            starts[first] = device
+    return starts

@@ -176,7 +176,7 @@ class Choices:
     """Decisions beside the rules that a plan depends on.
 
     moved: {module: device} where operators go whatever their rule says (see optimize/fill). transfer: {first layer:
-    device} where no rule has a transfer_map (see optimize/spread).
+    device} where no rule has a transfer_map (see optimize/layer_devices).
     """
 
     moved: Mapping[str, str] = field(default_factory=dict)

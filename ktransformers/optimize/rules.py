@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import regex
 from torch import nn
 
 from ktransformers.errors import RuleError
@@ -39,7 +41,6 @@ from ktransformers.optimize.aliases import (
 )
 from ktransformers.optimize.document import Item, parse_yaml, read_yaml
 from ktransformers.optimize.includes import RuleEntry, RuleFile, read_entries
-from ktransformers.optimize.patterns import NamePattern, SlowPattern
 
 __all__ = ["DEVICE_PATTERN", "Rule", "Rules", "load_rules", "parse_rules"]
 
@@ -67,6 +68,40 @@ _NO_EFFECT: Mapping[str, str] = {
     "use_quant": "whether a weight is quantized is told by its file",
     "transfer_map": "only the operator of the layer loop moves hidden states",
 }
+
+_MAX_SECONDS = 2.0  # of processor time for all names of a model; published rules take milliseconds
+
+
+class SlowPattern(Exception):
+    """Error: searching a model's names for the pattern takes too long."""
+
+
+class NamePattern:
+    """Compiled pattern of names, searched with an end: some take longer than the universe on a short name.
+
+    pattern: its text. Raises re.error, RecursionError or OverflowError for what is none.
+    """
+
+    def __init__(self, text: str):
+        re.compile(text)  # the dialect of rule files, which says what is wrong with a pattern; it cannot be stopped
+        try:
+            self._compiled = regex.compile(text, regex.VERSION0)
+        except regex.error as error:
+            raise re.error(str(error)) from error
+        self.pattern = text
+        self._left = _MAX_SECONDS
+
+    def search(self, name: str) -> bool:
+        """Whether the pattern is found in `name`. Raises SlowPattern."""
+        start = time.thread_time()
+        try:
+            return self._compiled.search(name, timeout=max(self._left, 0.01)) is not None
+        except TimeoutError as error:
+            raise SlowPattern(
+                f"takes longer than {_MAX_SECONDS:g} s, as nested repetitions do; write it simpler"
+            ) from error
+        finally:
+            self._left -= time.thread_time() - start
 
 
 def _is_int(value: object) -> bool:

@@ -173,16 +173,7 @@ class SchedulerDriver:
         now = self._clock()
         elapsed = now - (self._busy_since or self._began_steps.get(result.step_id, now))
         self._began_steps.pop(result.step_id, None)
-        updates = self.scheduler.fail(result.failed) + self.scheduler.commit(
-            result.step_id,
-            result.results,
-            result.prompt_logprobs,
-            result.tiers,
-            result.row_seconds,
-            elapsed,
-            result.draft_seconds,
-            result.observe_seconds,
-        )
+        updates = self.scheduler.commit(result, elapsed)
         self._busy_since = now if self.scheduler.has_work else 0.0
         self._note_first_tokens(updates)
         if self._tracker is not None and result.had_rows:

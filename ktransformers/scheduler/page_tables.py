@@ -14,7 +14,7 @@ Knows what a page is the cache of; does not know who runs next, nor steps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from itertools import pairwise
 
@@ -27,13 +27,17 @@ from ktransformers.scheduler.sequence import RunningState, Sequence
 from ktransformers.scheduler.snapshots import Snapshots
 from ktransformers.scheduler.tier_records import TierPlan
 
-__all__ = ["Fill", "PageTables"]
+__all__ = ["WORTH_WAITING", "Fill", "PageTables"]
 
 TokenIds = Seq[int]
 
 Fill = Callable[[int, Seq[int], Mapping[int, int]], None]
 """Given the index of a prefix's first page that has to be written, the pages from there on, and the slots that states
 are to be written to, by length in tokens."""
+
+
+WORTH_WAITING = 64
+"""Tokens of a prefix that others compute now for which a prompt waits: fewer are computed again at once."""
 
 
 class PageTables:
@@ -188,6 +192,27 @@ class PageTables:
             self.snapshots.slots.publish(pages[-1], state_slot)
             self.snapshots.slots.use(pages[-1])
         self.kv_offload.started(seq.request_id, start, pages[-1] if pages else None)
+
+    def awaits_prefix(self, seq: Sequence, running: Iterable[Sequence]) -> bool:
+        """Whether a running sequence computes a prefix of this one's prompt now, which is then found.
+
+        Answers to one request (whose prompts are the same object) wait for whichever of them runs, others for those of
+        better rank and for what is worth it.
+        """
+        most = self.shared_len(seq)
+        for other in running:
+            run = other.run
+            if run is None or run.computed_len >= most or other.request.cache_salt != seq.request.cache_salt:
+                continue
+            if other.request.prompt_ids is seq.request.prompt_ids:
+                return True
+            if run.computed_len < other.prompt_len - 1 and other.rank < seq.rank:
+                common = self.findable_len(other, min(most, seq.common_len(other)))
+                if common - run.computed_len < WORTH_WAITING:
+                    continue  # before the whole prompt is looked up
+                if common - self.cached_len(seq) >= WORTH_WAITING:
+                    return True
+        return False
 
     def awaits_tiers(self, seq: Sequence) -> bool:
         """Whether a waiting sequence should wait for pages from files. Has them read when it is first asked."""

@@ -63,18 +63,15 @@ from ktransformers.scheduler.page_tables import PageTables
 from ktransformers.scheduler.passing import Passing
 from ktransformers.scheduler.prefill_throttle import PendingPrefill, PrefillThrottle
 from ktransformers.scheduler.records import (
-    PromptLogprobs,
     Request,
     RequestUpdate,
     RowResult,
     SchedulerStats,
     StepPlan,
+    StepResult,
 )
 from ktransformers.scheduler.sequence import RunningState, Sequence
-from ktransformers.scheduler.shared_prompts import awaits_prefix
-from ktransformers.scheduler.tier_records import TierResult
 from ktransformers.scheduler.totals import SchedulerTotals, stats_of
-from ktransformers.scheduler.updates import scored_updates, update_of
 
 __all__ = ["Scheduler"]
 
@@ -209,7 +206,7 @@ class Scheduler:
     ) -> RequestUpdate:
         """Remove a sequence, wherever it is. The update carries no token."""
         self._remove(seq)
-        return update_of(seq, finish_reason=reason, error=error, is_expired=is_expired)
+        return seq.update(finish_reason=reason, error=error, is_expired=is_expired)
 
     def _remove(self, seq: Sequence) -> None:
         del self._requests[seq.request_id]
@@ -341,7 +338,7 @@ class Scheduler:
         at, admitted = 0, []
         while at < len(self._waiting) and len(self._running) < self._max_running:
             seq = self._waiting[at]
-            if awaits_prefix(seq, self._running, self._pages) or self._pages.awaits_tiers(seq):
+            if self._pages.awaits_prefix(seq, self._running) or self._pages.awaits_tiers(seq):
                 at += 1
                 continue
             run = self._pages.start(seq, next(self._run_ids), self._pages.num_reserved(self._running))
@@ -373,7 +370,7 @@ class Scheduler:
 
     # Taking in results.
 
-    def fail(self, failed: Seq[tuple[int, str]]) -> list[RequestUpdate]:
+    def _fail(self, failed: Seq[tuple[int, str]]) -> list[RequestUpdate]:
         """End the requests of these runs, for these reasons: nothing of a step that is not committed yet is to be found
         by others. See StepResult.failed."""
         errors = dict(failed)
@@ -382,21 +379,11 @@ class Scheduler:
             self._end(seq, FinishReason.ABORT, error=errors[seq.run.run_id]) for seq in ended if seq.run is not None
         ]
 
-    def commit(
-        self,
-        step_id: int,
-        results: Seq[RowResult],
-        prompt_logprobs: Seq[PromptLogprobs] = (),
-        tiers: TierResult | None = None,
-        seconds: float = 0.0,
-        elapsed: float = 0.0,
-        draft_seconds: float = 0.0,
-        observe_seconds: float = 0.0,
-    ) -> list[RequestUpdate]:
-        """Take in the results of a step, committed in the order planned: one per sampled row. seconds: what the step
-        took; elapsed: since it was planned, or the last commit; 0: nobody knows. The others: see StepResult. Results of
-        a step that went down with its engine are dropped. Raises ValueError for one that was never planned, out of
-        order, or with too few or many results."""
+    def commit(self, result: StepResult, elapsed: float = 0.0) -> list[RequestUpdate]:
+        """Take in the result of a step, committed in the order planned. elapsed: seconds since it was planned, or the
+        last commit; 0: nobody knows. The result of a step that went down with its engine is dropped. Raises ValueError
+        for one that was never planned, out of order, or with too few or many sampled rows."""
+        step_id = result.step_id
         if not self._in_flight or step_id != self._in_flight[0].step_id:
             oldest = self._in_flight[0].step_id if self._in_flight else self._next_step
             if 0 < step_id < oldest:
@@ -404,19 +391,24 @@ class Scheduler:
                 return []
             raise ValueError(f"step {step_id} is not the oldest in flight; that would be step {oldest}")
         step = self._in_flight[0]
-        if len(results) != step.num_sampled:
-            raise ValueError(f"step {step_id} samples {step.num_sampled} tokens, got {len(results)} results")
+        if len(result.results) != step.num_sampled:
+            raise ValueError(f"step {step_id} samples {step.num_sampled} tokens, got {len(result.results)} results")
+        updates = self._fail(result.failed)
         self._in_flight.popleft()
         if self._throttle is not None:
-            self._throttle.took(step.num_decodes, step.num_rows - step.num_decodes, seconds)
-        if tiers is not None and self._pages.kv_offload is not None:
-            self._pages.kv_offload.commit(tiers, step.num_prefilled)
-        self._drafts.add_step(step, elapsed, draft_seconds, observe_seconds)
-        updates, remaining = scored_updates(step.seqs, prompt_logprobs) if prompt_logprobs else [], iter(results)
+            self._throttle.took(step.num_decodes, step.num_rows - step.num_decodes, result.row_seconds)
+        if result.tiers is not None and self._pages.kv_offload is not None:
+            self._pages.kv_offload.commit(result.tiers, step.num_prefilled)
+        self._drafts.add_step(step, elapsed, result.draft_seconds, result.observe_seconds)
+        if result.prompt_logprobs:
+            seqs = step.seqs
+            scored = [one for one in result.prompt_logprobs if one.run_id in seqs]
+            updates += [seqs[one.run_id].update(finish_reason=None, prompt_logprobs=one) for one in scored]
+        remaining = iter(result.results)
         for row in step.rows:
-            result = next(remaining) if row.is_sampled else None
+            sampled = next(remaining) if row.is_sampled else None
             if not row.is_stale:
-                updates += self._take_row(row, result)
+                updates += self._take_row(row, sampled)
         return updates
 
     def _take_row(self, row: PlannedRow, result: RowResult | None) -> list[RequestUpdate]:
@@ -452,14 +444,14 @@ class Scheduler:
         for one in result.tokens:
             if one.token_id is None:
                 error = one.error or "the engine sent no token and no reason"
-                updates.append(update_of(seq, finish_reason=FinishReason.ABORT, error=error))
+                updates.append(seq.update(finish_reason=FinishReason.ABORT, error=error))
                 return updates, True
             if updates:
                 seq.num_accepted += 1
                 self._totals.num_accepted += 1
             seq.token_ids.append(one.token_id)
             reason = seq.end.reason(one.token_id, seq.completion_len)
-            updates.append(update_of(seq, one, finish_reason=reason))
+            updates.append(seq.update(one, finish_reason=reason))
             if reason is not None:
                 return updates, True
         return updates, False

@@ -14,8 +14,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ktransformers.core import AnswerEnd, SamplingParams
-from ktransformers.scheduler.records import Request
+from ktransformers.core import AnswerEnd, FinishReason, SamplingParams
+from ktransformers.scheduler.records import PromptLogprobs, Request, RequestUpdate, RowResult
 
 __all__ = ["Drafter", "RunningState", "Sequence"]
 
@@ -171,3 +171,29 @@ class Sequence:
     @property
     def completion_len(self) -> int:
         return len(self.token_ids) - self.prompt_len
+
+    def update(
+        self,
+        result: RowResult | None = None,
+        *,
+        finish_reason: FinishReason | None,
+        error: str | None = None,
+        is_expired: bool = False,
+        prompt_logprobs: PromptLogprobs | None = None,
+    ) -> RequestUpdate:
+        """Make the news of the request, with what the engine sent of its token."""
+        return RequestUpdate(
+            request_id=self.request_id,
+            token_id=None if result is None else result.token_id,
+            prompt_len=self.prompt_len,
+            cached_len=self.cached_len or 0,
+            completion_len=self.completion_len,
+            logprobs=None if result is None else result.logprobs,
+            finish_reason=finish_reason,
+            error=error,
+            is_expired=is_expired,
+            prompt_logprobs=prompt_logprobs,
+            embedding=None if result is None else result.embedding,
+            num_drafted=self.num_drafted,
+            num_accepted=self.num_accepted,
+        )

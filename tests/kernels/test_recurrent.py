@@ -17,6 +17,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from ktransformers.kernels import reference_recurrent as reference
 from ktransformers.kernels.cpu import recurrent
+from ktransformers.kernels.recurrent_call import ConvCall, GatedNormCall, ScanCall, SelectiveScanCall
 from ktransformers.kernels.types import StateStep
 
 ROWS = 70
@@ -61,8 +62,10 @@ def conv(channels, width, activation, has_bias):
     weight = weight.t().contiguous().t() if has_bias else weight
     bias = normal(channels) if has_bias else None
     return Case(
-        lambda s, step, pool, rows=slice(None): recurrent.causal_conv(x[rows], weight, bias, s, step, activation, pool),
-        lambda s, step: reference.causal_conv(x, weight, bias, s, step, activation),
+        lambda s, step, pool, rows=slice(None): recurrent.causal_conv(
+            ConvCall(x[rows], weight, bias, s, step, activation), pool
+        ),
+        lambda s, step: reference.causal_conv(ConvCall(x, weight, bias, s, step, activation)),
         (width - 1, channels),
     )
 
@@ -74,10 +77,10 @@ def delta(key_heads, heads, dim_k, dim_v, per_key, eps):
     beta = torch.sigmoid(normal(ROWS, heads))
     arguments = (q, k, v, decay, beta)
     return Case(
-        lambda s, step, pool, rows=slice(None): recurrent.delta_scan(
-            *(x[rows] for x in arguments), s, step, eps, dim_k**-0.5, pool
+        lambda s, step, pool, rows=slice(None): recurrent.scan_heads(
+            ScanCall(*(x[rows] for x in arguments), s, step, eps, dim_k**-0.5), pool
         ),
-        lambda s, step: reference.delta_scan(*arguments, s, step, eps, dim_k**-0.5),
+        lambda s, step: reference.scan_heads(ScanCall(*arguments, s, step, eps, dim_k**-0.5)),
         (heads, dim_k, dim_v),
     )
 
@@ -87,8 +90,10 @@ def linear(key_heads, heads, dim_k, dim_v):
     q, k, v = normal(ROWS, key_heads, dim_k), normal(ROWS, key_heads, dim_k), normal(ROWS, heads, dim_v)
     arguments = (q, k, v, -normal(ROWS, heads).abs())
     return Case(
-        lambda s, step, pool, rows=slice(None): recurrent.linear_scan(*(x[rows] for x in arguments), s, step, pool),
-        lambda s, step: reference.linear_scan(*arguments, s, step),
+        lambda s, step, pool, rows=slice(None): recurrent.scan_heads(
+            ScanCall(*(x[rows] for x in arguments), None, s, step), pool
+        ),
+        lambda s, step: reference.scan_heads(ScanCall(*arguments, None, s, step)),
         (heads, dim_k, dim_v),
     )
 
@@ -99,9 +104,9 @@ def selective(channels, size, has_skip):
     rates, skip = -normal(channels, size).abs(), normal(channels) if has_skip else None
     return Case(
         lambda s, step, pool, rows=slice(None): recurrent.selective_scan(
-            x[rows], dt[rows], rates, b[rows], c[rows], skip, s, step, pool
+            SelectiveScanCall(x[rows], dt[rows], rates, b[rows], c[rows], skip, s, step), pool
         ),
-        lambda s, step: reference.selective_scan(x, dt, rates, b, c, skip, s, step),
+        lambda s, step: reference.selective_scan(SelectiveScanCall(x, dt, rates, b, c, skip, s, step)),
         (channels, size),
     )
 
@@ -197,12 +202,18 @@ def test_inputs_that_end_at_a_page(pools, guarded):
     weight, gates = ending(17, 4), [ending(3, 1) for _ in range(4)]
     for each in pools[::3]:
         states = torch.zeros(1, 1, 7, 19)
-        assert recurrent.delta_scan(q, k, v, decay, beta, states, step, 1e-6, 1.0, each).isfinite().all()
-        assert recurrent.delta_scan(q, k, v, q, beta, states, step, None, 1.0, each).isfinite().all()
-        assert recurrent.linear_scan(q, k, v, decay, states, step, each).isfinite().all()
-        assert recurrent.selective_scan(x, dt, rates, b, c, skip, torch.zeros(1, 17, 3), step, each).isfinite().all()
-        assert recurrent.causal_conv(x, weight, skip, torch.zeros(1, 3, 17), step, "silu", each).isfinite().all()
-        assert recurrent.gated_norm(v[:, 0], v[:, 0], v[0, 0], 1e-6, each).isfinite().all()
+        assert recurrent.scan_heads(ScanCall(q, k, v, decay, beta, states, step, 1e-6, 1.0), each).isfinite().all()
+        assert recurrent.scan_heads(ScanCall(q, k, v, q, beta, states, step, None, 1.0), each).isfinite().all()
+        assert recurrent.scan_heads(ScanCall(q, k, v, decay, None, states, step), each).isfinite().all()
+        assert (
+            recurrent.selective_scan(SelectiveScanCall(x, dt, rates, b, c, skip, torch.zeros(1, 17, 3), step), each)
+            .isfinite()
+            .all()
+        )
+        assert (
+            recurrent.causal_conv(ConvCall(x, weight, skip, torch.zeros(1, 3, 17), step, "silu"), each).isfinite().all()
+        )
+        assert recurrent.gated_norm(GatedNormCall(v[:, 0], v[:, 0], v[0, 0], 1e-6), each).isfinite().all()
         assert recurrent.delta_gates(*gates[:2], gates[2][0], gates[3][0], each)[0].isfinite().all()
 
 
@@ -213,7 +224,9 @@ def test_a_decay_for_each_key_that_is_one_for_the_head(pool):
     outs = []
     for each in (decay, decay[:, :, None].expand(5, 4, 32).contiguous()):
         states = case.states()
-        outs.append((recurrent.delta_scan(q, k, v, each, decay.exp(), states, step_of([5]), 1e-6, 0.2, pool), states))
+        outs.append(
+            (recurrent.scan_heads(ScanCall(q, k, v, each, decay.exp(), states, step_of([5]), 1e-6, 0.2), pool), states)
+        )
     assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
 
 
@@ -225,7 +238,7 @@ def test_delta_oracles_against_transformers():
     q, k, v, beta = normal(9, 2, 16), normal(9, 2, 16), normal(9, 4, 8), torch.rand(9, 4)
     decay, start = -normal(9, 4).abs(), normal(1, 4, 16, 8)
     states = torch.cat([start, torch.zeros_like(start)])
-    out = reference.delta_scan(q, k, v, decay, beta, states, step_of([9], [0], [1]), 1e-6, 0.25)
+    out = reference.scan_heads(ScanCall(q, k, v, decay, beta, states, step_of([9], [0], [1]), 1e-6, 0.25))
     want, last = qwen3_next.torch_recurrent_gated_delta_rule(
         *(x[None] for x in (q, k, v, decay, beta)), start, True, use_qk_l2norm_in_kernel=True
     )
@@ -233,7 +246,7 @@ def test_delta_oracles_against_transformers():
     torch.testing.assert_close(states[1:], last)
     keys, queries = (x.repeat_interleave(2, 1) for x in (k, q))
     decays = -normal(9, 4, 16).abs()
-    out = reference.delta_scan(q, k, v, decays, beta, states, step_of([9], [0], [1]), 1e-6, 0.25)
+    out = reference.scan_heads(ScanCall(q, k, v, decays, beta, states, step_of([9], [0], [1]), 1e-6, 0.25))
     want, last = recurrent_kimi_delta_attention(
         *(x[None] for x in (queries, keys, v, decays, beta)), start, True, use_qk_l2norm_in_kernel=True
     )
@@ -246,7 +259,7 @@ def test_mamba_oracles_against_transformers():
     x, dt, b, c = normal(1, 4, 8), normal(1, 4).abs(), normal(1, 2, 16), normal(1, 2, 16)
     rates, skip, state = -normal(4).abs(), normal(4), normal(1, 4, 8, 16)
     states = state.transpose(2, 3).contiguous()
-    out = reference.linear_scan(c, b, x * dt[..., None], dt * rates, states, step_of([1], [0], [0]))
+    out = reference.scan_heads(ScanCall(c, b, x * dt[..., None], dt * rates, None, states, step_of([1], [0], [0])))
     want = mamba2_selective_state_update(
         state, x, dt[..., None].expand_as(x), rates[:, None, None], b, c, skip[:, None]
     )
@@ -256,7 +269,7 @@ def test_mamba_oracles_against_transformers():
     x, dt, b, c = normal(1, 12), normal(1, 12).abs(), normal(1, 5), normal(1, 5)
     rates, skip, state = -normal(12, 5).abs(), normal(12), normal(1, 12, 5)
     states = state.clone()
-    out = reference.selective_scan(x, dt, rates, b, c, skip, states, step_of([1], [0], [0]))
+    out = reference.selective_scan(SelectiveScanCall(x, dt, rates, b, c, skip, states, step_of([1], [0], [0])))
     torch.testing.assert_close(out, mamba_selective_state_update(state, x, dt, rates, b, c, skip))
     torch.testing.assert_close(states, state)
 
@@ -264,13 +277,13 @@ def test_mamba_oracles_against_transformers():
 def test_conv_and_norm_oracles_against_transformers():
     normal = _numbers(7)
     x, weight, bias, states = normal(6, 10), normal(10, 4), normal(10), torch.zeros(1, 3, 10)
-    out = reference.causal_conv(x, weight, bias, states, step_of([6]), "silu")
+    out = reference.causal_conv(ConvCall(x, weight, bias, states, step_of([6]), "silu"))
     want = qwen3_next.causal_conv1d_fn(x.T[None], weight, bias, activation="silu")
     torch.testing.assert_close(out, want[0].T)
     x, gate = normal(6, 10), normal(6, 10)
     module = qwen3_next.Qwen3NextRMSNormGated(10, eps=1e-5)
     torch.nn.init.uniform_(module.weight)
-    torch.testing.assert_close(reference.gated_norm(x, gate, module.weight, 1e-5), module(x, gate))
+    torch.testing.assert_close(reference.gated_norm(GatedNormCall(x, gate, module.weight, 1e-5)), module(x, gate))
 
 
 # ---- what is done row by row ----
@@ -284,15 +297,20 @@ def test_gated_norm(size, is_gate_first, activation, pools):
     x, gate = normal(5, 3 * size), normal(5, 4 * size)[:, size:]
     options = {"group_size": size, "is_gate_first": is_gate_first, "activation": activation}
     for weight in (normal(size), normal(3 * size)):
-        out = recurrent.gated_norm(x, gate, weight, 1e-6, pools[0], **options)
-        torch.testing.assert_close(out, reference.gated_norm(x, gate, weight, 1e-6, **options), rtol=1e-5, atol=1e-6)
+        out = recurrent.gated_norm(GatedNormCall(x, gate, weight, 1e-6, **options), pools[0])
+        torch.testing.assert_close(
+            out, reference.gated_norm(GatedNormCall(x, gate, weight, 1e-6, **options)), rtol=1e-5, atol=1e-6
+        )
         for each in pools[1:]:
-            assert torch.equal(recurrent.gated_norm(x, gate, weight, 1e-6, each, **options), out)
+            assert torch.equal(recurrent.gated_norm(GatedNormCall(x, gate, weight, 1e-6, **options), each), out)
         inplace = x.clone()
-        assert recurrent.gated_norm(inplace, gate, weight, 1e-6, pools[-1], out=inplace, **options) is inplace
+        assert (
+            recurrent.gated_norm(GatedNormCall(inplace, gate, weight, 1e-6, **options), pools[-1], out=inplace)
+            is inplace
+        )
         assert torch.equal(inplace, out)
     with pytest.raises(ValueError, match=r"group_size must divide"):
-        recurrent.gated_norm(x, gate, weight, 1e-6, pools[0], group_size=2 * size)
+        recurrent.gated_norm(GatedNormCall(x, gate, weight, 1e-6, group_size=2 * size), pools[0])
 
 
 def test_delta_gates(pools):
@@ -316,7 +334,7 @@ def test_not_a_number_stays_in_its_sequence(pools):
     case, normal = CASES["delta"], _numbers(2)
     q, k, v = normal(6, 2, 128), normal(6, 2, 128), normal(6, 4, 64)
     decay, beta, step = -normal(6, 4).abs(), torch.rand(6, 4), step_of([2, 4])
-    run = lambda pool: recurrent.delta_scan(q, k, v, decay, beta, case.states(), step, 1e-6, 1.0, pool)  # noqa: E731
+    run = lambda pool: recurrent.scan_heads(ScanCall(q, k, v, decay, beta, case.states(), step, 1e-6, 1.0), pool)  # noqa: E731
     clean = run(pools[0])
     v[1, 2, 5] = float("nan")
     for each in pools[::3]:
@@ -329,12 +347,16 @@ def test_not_a_number_stays_in_its_sequence(pools):
 def test_nothing_to_do(pool):
     states = CASES["delta"].states()
     empty = [torch.empty(0, *shape) for shape in ((2, 128), (2, 128), (4, 64), (4,), (4,))]
-    assert recurrent.delta_scan(*empty, states, step_of([]), 1e-6, 1.0, pool).shape == (0, 4, 64)
-    assert recurrent.causal_conv(torch.empty(0, 4), torch.ones(4, 1), None, torch.zeros(1, 0, 4), step_of([]), "none",
-                                 pool).shape == (0, 4)  # fmt: skip
+    assert recurrent.scan_heads(ScanCall(*empty, states, step_of([]), 1e-6, 1.0), pool).shape == (0, 4, 64)
+    no_rows = ConvCall(torch.empty(0, 4), torch.ones(4, 1), None, torch.zeros(1, 0, 4), step_of([]), "none")
+    assert recurrent.causal_conv(no_rows, pool).shape == (0, 4)
     assert torch.equal(states, CASES["delta"].states())
     narrow = [torch.ones(2, *shape) for shape in ((1, 3), (1, 3), (1, 0), (1,), (1,))]
-    assert recurrent.delta_scan(*narrow, torch.zeros(1, 1, 3, 0), step_of([2]), None, 1.0, pool).shape == (2, 1, 0)
+    assert recurrent.scan_heads(ScanCall(*narrow, torch.zeros(1, 1, 3, 0), step_of([2]), None, 1.0), pool).shape == (
+        2,
+        1,
+        0,
+    )
 
 
 def test_steps_that_do_not_fit(pool):
@@ -366,20 +388,20 @@ def test_bad_arguments_are_named(pool):
     step, states = step_of([2]), torch.zeros(1, 4, 8, 8)
     q, v, decay = torch.zeros(2, 2, 8), torch.zeros(2, 4, 8), torch.zeros(2, 4)
     with pytest.raises(ValueError, match="4 value heads cannot share 3 key heads"):
-        recurrent.linear_scan(torch.zeros(2, 3, 8), torch.zeros(2, 3, 8), v, decay, states, step, pool)
+        recurrent.scan_heads(ScanCall(torch.zeros(2, 3, 8), torch.zeros(2, 3, 8), v, decay, None, states, step), pool)
     with pytest.raises(ValueError, match="k must have shape"):
-        recurrent.linear_scan(q, q[:1], v, decay, states, step, pool)
+        recurrent.scan_heads(ScanCall(q, q[:1], v, decay, None, states, step), pool)
     with pytest.raises(ValueError, match="k must have shape"):
-        recurrent.linear_scan(q, torch.zeros(2, 2, 9), v, decay, states, step, pool)
+        recurrent.scan_heads(ScanCall(q, torch.zeros(2, 2, 9), v, decay, None, states, step), pool)
     with pytest.raises(ValueError, match="q must be contiguous"):
-        recurrent.linear_scan(torch.zeros(2, 8, 2).transpose(1, 2), q, v, decay, states, step, pool)
+        recurrent.scan_heads(ScanCall(torch.zeros(2, 8, 2).transpose(1, 2), q, v, decay, None, states, step), pool)
     with pytest.raises(ValueError, match="states must have shape"):
-        recurrent.linear_scan(q, q, v, decay, states[:, :3], step, pool)
+        recurrent.scan_heads(ScanCall(q, q, v, decay, None, states[:, :3], step), pool)
     with pytest.raises(ValueError, match="save_slots must have shape"):
-        recurrent.linear_scan(q, q, v, decay, states, step_of([3]), pool)
+        recurrent.scan_heads(ScanCall(q, q, v, decay, None, states, step_of([3])), pool)
     with pytest.raises(TypeError, match=r"v must be torch\.float32"):
-        recurrent.linear_scan(q, q, v.half(), decay, states, step, pool)
+        recurrent.scan_heads(ScanCall(q, q, v.half(), decay, None, states, step), pool)
     with pytest.raises(ValueError, match="1 to 8 wide, got 9"):
-        recurrent.causal_conv(v[:, 0], torch.zeros(8, 9), None, torch.zeros(1, 8, 8), step, "none", pool)
+        recurrent.causal_conv(ConvCall(v[:, 0], torch.zeros(8, 9), None, torch.zeros(1, 8, 8), step, "none"), pool)
     with pytest.raises(ValueError, match="activation must be"):
-        recurrent.causal_conv(v[:, 0], torch.zeros(8, 2), None, torch.zeros(1, 1, 8), step, "gelu", pool)
+        recurrent.causal_conv(ConvCall(v[:, 0], torch.zeros(8, 2), None, torch.zeros(1, 1, 8), step, "gelu"), pool)

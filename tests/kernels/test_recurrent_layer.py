@@ -11,6 +11,7 @@ from ktransformers.kernels.cpu import WorkerPool, linear, pack, recurrent, rms_n
 from ktransformers.kernels.cpu.layer import DeltaNetWeights, LayerBuffers, Norm, Projection, RecurrentLayer
 from ktransformers.kernels.cpu.profile import PoolProfile
 from ktransformers.kernels.extension import extension
+from ktransformers.kernels.recurrent_call import ConvCall, GatedNormCall, ScanCall
 from ktransformers.kernels.types import QuantType, StateStep
 from tests.support.checks.native_records import records_in
 
@@ -52,13 +53,13 @@ def one_by_one(x, norm, weights, o, net, states, step, pool):
         b, a = (x.flatten(1) for x in parts[1].unflatten(1, (KEY_HEADS, -1)).split(SHARE, -1))
         parts = [torch.cat([x.flatten(1) for x in (q, k, v)], 1), z.flatten(1), b, a]
     qkv, z, b, a = parts
-    mixed = recurrent.causal_conv(qkv, net.conv_weight, None, states[0], step, "silu", pool)
+    mixed = recurrent.causal_conv(ConvCall(qkv, net.conv_weight, None, states[0], step, "silu"), pool)
     q, k, v = mixed.split((net.key_width, net.key_width, net.value_width), 1)
     heads = (q.unflatten(1, (-1, KEY)), k.unflatten(1, (-1, KEY)), v.unflatten(1, (-1, VALUE)))
     gates = recurrent.delta_gates(a.contiguous(), b.contiguous(), net.rate, net.dt_bias, pool)
-    out = recurrent.delta_scan(*heads, *gates, states[1], step, net.l2norm_eps, KEY**-0.5, pool)
+    out = recurrent.scan_heads(ScanCall(*heads, *gates, states[1], step, net.l2norm_eps, KEY**-0.5), pool)
     options = {"group_size": VALUE, "activation": net.gate}
-    normed = recurrent.gated_norm(out.flatten(1), z, net.norm.weight, net.norm.eps, pool, **options)
+    normed = recurrent.gated_norm(GatedNormCall(out.flatten(1), z, net.norm.weight, net.norm.eps, **options), pool)
     if net.is_tiled:
         normed = normed.unflatten(1, (KEY_HEADS, SHARE, VALUE)).transpose(1, 2).flatten(1).contiguous()
     return x + linear(normed, o, pool)

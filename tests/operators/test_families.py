@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ktransformers.core import Phase
+from ktransformers.engine.step.context import ForwardBatch
 from ktransformers.operators.context import ForwardContext
 from tests.support.engines.runners import random_ids, runner_of
 from tests.support.models.agreement import TOLERANCE, TYPES
@@ -49,5 +50,6 @@ def test_two_packed_sequences_equal_each_alone(model_type: str) -> None:
         kv_lens=(positions + 1).to(torch.int32),
         block_table=torch.tensor([[0], [1]], dtype=torch.int32),
     )
-    packed = runner.steps.step(torch.tensor(first + second), positions, context, torch.arange(sum(lengths)))
+    ids = torch.tensor(first + second)
+    packed = runner.steps.step(ForwardBatch(ids, positions, context, torch.arange(sum(lengths))))
     assert torch.equal(packed, torch.cat(alone))

@@ -14,7 +14,7 @@ from benchmarks.sequence import SequenceRunner
 from ktransformers.config import EngineConfig
 from ktransformers.engine.model.card import ModelCard
 from ktransformers.engine.sequence.profiled import card_meta
-from ktransformers.engine.step.profile_scopes import module_scopes
+from ktransformers.engine.step.step_runtime import module_scopes
 from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import WorkerPool, profile
 from ktransformers.optimize.machine_speed import CpuSpeed, MachineSpeed, SpeedFile

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from ktransformers.scheduler.records import StepResult
 from tests.support.servers.fake_engine import Loop, answer_alone, make_config, make_request
 
 PROMPT = [1 + i % 6 for i in range(30)]
@@ -19,7 +20,7 @@ def test_it_goes_on_with_the_tokens_it_would_have_had(num_past: int) -> None:
     updates = []
     while (plan := loop.scheduler.schedule()) is not None:
         results = loop.engine.run(plan)
-        updates += loop.scheduler.commit(plan.step_id, results)
+        updates += loop.scheduler.commit(StepResult(step_id=plan.step_id, results=results))
         loop.scheduler.check_integrity()
     assert [update.token_id for update in updates] == whole[num_past:]
     assert [update.completion_len for update in updates] == list(range(num_past + 1, 11))
@@ -48,7 +49,7 @@ def test_one_that_comes_suspended_takes_nothing_until_it_is_resumed(num_past: in
     assert loop.scheduler.resume("r")
     updates = []
     while (plan := loop.scheduler.schedule()) is not None:
-        updates += loop.scheduler.commit(plan.step_id, loop.engine.run(plan))
+        updates += loop.scheduler.commit(StepResult(step_id=plan.step_id, results=loop.engine.run(plan)))
     assert [update.token_id for update in updates] == whole[num_past:]
 
 

@@ -18,7 +18,7 @@ from ktransformers.scheduler.prefill_throttle import (
     PrefillThrottle,
     cheapest_rows,
 )
-from ktransformers.scheduler.records import RowResult, StepPlan
+from ktransformers.scheduler.records import RowResult, StepPlan, StepResult
 from ktransformers.scheduler.scheduler import Scheduler
 from ktransformers.scheduler.step_times import StepTimes
 from tests.support.servers.fake_engine import make_config, make_request
@@ -236,7 +236,7 @@ class Clocked:
         seconds = self.machine(decodes, rows)
         self.steps.append((decodes, rows, seconds))
         results = [RowResult(1) for row in plan.rows if row.is_sampled]
-        self.scheduler.commit(plan.step_id, results, seconds=seconds)
+        self.scheduler.commit(StepResult(step_id=plan.step_id, results=results, seconds=seconds))
         return True
 
     def run(self, count: int) -> list[tuple[int, int, float]]:

@@ -10,9 +10,9 @@ import pytest
 
 from ktransformers.core import FinishReason, SamplingParams, TokenLogprobs
 from ktransformers.errors import ConfigError, ContextLengthError
-from ktransformers.scheduler.records import Request, RowResult, StepPlan
+from ktransformers.scheduler.page_tables import WORTH_WAITING
+from ktransformers.scheduler.records import Request, RowResult, StepPlan, StepResult
 from ktransformers.scheduler.scheduler import Scheduler
-from ktransformers.scheduler.shared_prompts import WORTH_WAITING
 from tests.support.servers.fake_engine import EOS, Loop, answer_alone, make_config, make_request, next_token
 
 
@@ -124,14 +124,14 @@ def test_a_row_too_many_is_discarded() -> None:
 def test_commit_checks_what_it_is_given() -> None:
     loop = Loop(make_config())
     with pytest.raises(ValueError, match="not the oldest in flight"):
-        loop.scheduler.commit(1, [])
+        loop.scheduler.commit(StepResult(step_id=1, results=[]))
     loop.add(long_request("a1", 2))
     loop.schedule()
     loop.schedule()
     with pytest.raises(ValueError, match="would be step 1"):
-        loop.scheduler.commit(2, [RowResult(1)])
+        loop.scheduler.commit(StepResult(step_id=2, results=[RowResult(1)]))
     with pytest.raises(ValueError, match="samples 1 tokens, got 0"):
-        loop.scheduler.commit(1, [])
+        loop.scheduler.commit(StepResult(step_id=1, results=[]))
     loop.commit()
     loop.drain()
     loop.check_answers()
@@ -143,7 +143,8 @@ def test_an_error_of_one_row_ends_one_request() -> None:
     scheduler.add(long_request("a2", 2))
     scheduler.schedule()
     logprobs = TokenLogprobs(-0.5, ((4, -0.5),))
-    bad, good = scheduler.commit(1, [RowResult(None, error="logit is nan"), RowResult(4, logprobs)])
+    sampled = [RowResult(None, error="logit is nan"), RowResult(4, logprobs)]
+    bad, good = scheduler.commit(StepResult(step_id=1, results=sampled))
     assert (bad.request_id, bad.finish_reason, bad.error) == ("a1", FinishReason.ABORT, "logit is nan")
     assert (good.request_id, good.token_id, good.logprobs) == ("a2", 4, logprobs)
     scheduler.check_integrity()
@@ -424,7 +425,7 @@ def test_all_go_on_after_the_engine_is_lost() -> None:
         loop.crash()
         assert [seq.rank for seq in loop.scheduler._waiting] == sorted(ranks)
         for step_id, results, _ in loop.lost:
-            assert loop.scheduler.commit(step_id, results) == []
+            assert loop.scheduler.commit(StepResult(step_id=step_id, results=results)) == []
     loop.drain()
     loop.check_answers()
     assert [loop.last[request.request_id].finish_reason for request in requests] == [FinishReason.LENGTH] * 6

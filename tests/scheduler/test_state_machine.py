@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from ktransformers.core import FinishReason
+from ktransformers.scheduler.records import StepResult
 from tests.support.servers.fake_engine import EOS, VOCAB_SIZE, FakeDisk, Loop, make_config, make_request, make_tiers
 
 # Prompts share prefixes, also up to the middle of a page; repeated tokens tell a page's place from its contents.
@@ -155,7 +156,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.loop.crash()
         if is_late:  # results that were on their way when the engine died
             for step_id, results, _ in self.loop.lost:
-                assert self.loop.scheduler.commit(step_id, results) == []
+                assert self.loop.scheduler.commit(StepResult(step_id=step_id, results=results)) == []
         stats = self.loop.scheduler.stats()
         assert (stats.num_running, stats.num_used_pages, stats.num_idle_pages) == (0, 0, 0)
 

@@ -100,9 +100,7 @@ class _Loop:
             self._planned.append(plan)
         plan = self._planned.popleft()
         result = self._executor.execute(plan)
-        updates = self.scheduler.commit(
-            result.step_id, result.results, result.prompt_logprobs, result.tiers, result.row_seconds
-        )
+        updates = self.scheduler.commit(result)
         return {one.request_id for one in updates if one.token_id is not None}, max(row.num_tokens for row in plan.rows)
 
     def end(self, name: str) -> None:

@@ -23,7 +23,7 @@ from ktransformers.bench.probe.steps import gpu_step_costs
 from ktransformers.config import EngineConfig
 from ktransformers.engine.step.graph_sizes import GRAPH_ROWS
 from ktransformers.kernels.cpu import WorkerPool
-from ktransformers.kernels.triton.experts.matrices import ExpertMatrices
+from ktransformers.kernels.triton.experts.matrices import ExpertMatrices, MoeMatrices, RoutedRows
 from ktransformers.kernels.triton.experts.moe import moe
 from ktransformers.kernels.triton.experts.workspace import DIGIT_TOKENS, VECTOR_TOKENS, MoeWorkspace
 from ktransformers.kernels.triton.linear.linear import Workspace, linear
@@ -150,9 +150,8 @@ def _expert_curve(gpu: Gpu, qtype: QuantType, launch: float) -> Curve:
         x, weights = gpu.randn(tokens, _COLS), torch.full((tokens, _TOP_K), 1.0 / _TOP_K, device=gpu.device)
         out = torch.empty_like(x)
         space = MoeWorkspace.allocate(x, _TOP_K, _EXPERTS, up_matrices, down_matrices)
-        calls = [
-            partial(moe, x, ids, weights, gate, up_matrices, down_matrices, out, workspace=space) for ids in routings
-        ]
+        experts = MoeMatrices(gate, up_matrices, down_matrices)
+        calls = [partial(moe, RoutedRows(x, ids, weights), experts, out, workspace=space) for ids in routings]
         points[tokens * _TOP_K / touched] = _beyond(gpu, calls, 2 * launch) / (touched * each)
     return Curve(tuple(points), tuple(points.values()))
 

@@ -246,11 +246,6 @@ class TextLayout:
         self._is_emoji = False  # the word is one
         self._num_flag_letters = 0  # in a row
 
-    @property
-    def is_line_open(self) -> bool:
-        """Whether something stands in the current row, or is held back for it."""
-        return self._col > 0 or bool(self._word)
-
     def feed(self, cells: Iterable[Cell]) -> Iterator[Cell]:
         """Yield the cells to write, with line ends where rows are broken."""
         width = self._current_width()

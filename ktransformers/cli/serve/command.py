@@ -6,6 +6,7 @@ With no model given it serves the bundled one; with a YAML file in its place, th
 from __future__ import annotations
 
 import argparse
+import resource
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,6 @@ from ktransformers.cli.parsing.options import (
     with_default_model,
 )
 from ktransformers.cli.parsing.parser import user_path
-from ktransformers.cli.parsing.process_limits import check_process_limits
 from ktransformers.cli.serve.cluster_options import add_cluster_flags, check_cluster_flags, cluster_args
 from ktransformers.cli.serve.models import IDLE_SECONDS, check_pool_flags, models_file, run_models
 from ktransformers.cli.serve.serving import (
@@ -40,6 +40,8 @@ from ktransformers.cli.serve.serving import (
     check_flags,
     server_config,
 )
+from ktransformers.core import format_bytes
+from ktransformers.errors import CapacityError
 from ktransformers.scheduler.config import MAX_GAP_MS, MAX_ITL_RATIO
 from ktransformers.server.utils.create_interface import BACKENDS
 
@@ -51,6 +53,10 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "run", "server_parser"]
 
 _DESCRIPTION = "Serve a model over HTTP (OpenAI's API); without a model, the small one that comes with the program."
+
+_MIN_FILES = 256
+_MIN_ADDRESS_SPACE = 4 << 30
+"""Code of the libraries, and stacks of threads that are reserved and not used; a model comes on top of it."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -231,7 +237,7 @@ def _run_cluster(args: argparse.Namespace, config: EngineConfig, server: ServerC
 def run(args: argparse.Namespace, backend: Callable[[], BackendInterfaceBase] | None = None) -> int:
     """Serve until a signal comes. Returns the exit code. `backend` replaces the real one, for tests."""
     set_up_logging(args.log_level, with_time=True)
-    check_process_limits()
+    _check_process_limits()
     several = models_file(args)
     if several is not None:
         return run_models(args, several, server_parser())
@@ -250,3 +256,17 @@ def run(args: argparse.Namespace, backend: Callable[[], BackendInterfaceBase] | 
 
     serve(backend or backend_maker(args, config), server, bar)
     return 0
+
+
+def _check_process_limits() -> None:
+    """Raise CapacityError when the limits on open files or on the address space let no server start: before the
+    large imports, which die of too little."""
+    num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if num_files != resource.RLIM_INFINITY and num_files < _MIN_FILES:
+        raise CapacityError(f"this process may open {num_files} files; a server needs {_MIN_FILES}: raise `ulimit -n`")
+    space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if space != resource.RLIM_INFINITY and space < _MIN_ADDRESS_SPACE:
+        raise CapacityError(
+            f"this process may have {format_bytes(space)} of address space (not memory); a server needs "
+            f"{format_bytes(_MIN_ADDRESS_SPACE)} and the size of the model: raise `ulimit -v`"
+        )

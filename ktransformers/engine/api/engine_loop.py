@@ -25,7 +25,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.api.home import OwnerProcess
 from ktransformers.engine.model.fingerprint import ModelIdentity
 from ktransformers.engine.model.opened import ModelDescription
-from ktransformers.engine.step.paged import PagedExecutor
+from ktransformers.engine.step.executor import PagedExecutor
 from ktransformers.errors import EngineError, KTransformersError, StageLostError
 from ktransformers.models.facts import ModelFacts
 from ktransformers.profiling.recorder import open_recorder

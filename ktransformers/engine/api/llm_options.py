@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import difflib
 import os
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict, get_type_hints
+from typing import Any, TypedDict, Union, get_args, get_origin, get_type_hints
 
 from ktransformers.config import EngineConfig, bundled_files, precision_fields
-from ktransformers.engine.api.option_types import check_types
+from ktransformers.engine.sequence.prompts import shown
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.hub.locate import LocatedModel, locate_model, locate_path
 from ktransformers.profiling.capture import MAX_BYTES, ProfileLimits, ProfileTarget
@@ -143,7 +144,7 @@ def llm_options(
         if name not in known:
             near = difflib.get_close_matches(name, (*known, "model", "gguf_path", "model_path", "progress"), n=1)
             raise ConfigError(f"LLM has no keyword {name}" + (f"; did you mean {near[0]}?" if near else ""))
-    check_types(options, get_type_hints(EngineKeywords))
+    _check_types(options, get_type_hints(EngineKeywords))
     own = _translated(options)
     if (precision := own.pop("precision", None)) is not None:
         own |= precision_fields(precision, own)
@@ -199,3 +200,34 @@ def _files(model: PathLike | None, gguf_path: PathLike | None, model_path: PathL
     return LocatedModel(
         model_path=None if folder is None else Path(folder), gguf_path=None if gguf_path is None else Path(gguf_path)
     )
+
+
+_WANTED: Mapping[object, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "a string",
+    os.PathLike: "a path",
+}
+
+
+def _check_types(options: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
+    """Raise ConfigError for the first value that is not of the type its annotation in `hints` names."""
+    for name, value in options.items():
+        kinds = _kinds(hints[name])
+        if not any(_is_a(value, kind) for kind in kinds):
+            wanted = [_WANTED[kind] for kind in kinds if kind in _WANTED and not (kind is str and os.PathLike in kinds)]
+            unset = " or None" if type(None) in kinds else ""
+            raise ConfigError(f"{name} must be {' or '.join(wanted)}{unset}, got {shown(value)}")
+
+
+def _kinds(hint: Any) -> list[object]:
+    if get_origin(hint) in (Union, types.UnionType):
+        return [kind for each in get_args(hint) for kind in _kinds(each)]
+    return [get_origin(hint) or hint]
+
+
+def _is_a(value: object, kind: Any) -> bool:
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, kind) and not (kind is int and isinstance(value, bool))

@@ -16,7 +16,7 @@ from ktransformers.engine.drafting.drafter import DraftLimits, DraftOutput, Logi
 from ktransformers.engine.media.family import PictureFamily
 from ktransformers.engine.media.rows import StepRow, pictures_in
 from ktransformers.engine.sampling.logits_request import WHOLE_ROW, StepLogits
-from ktransformers.engine.step.context import OneTokenStep, paged_context
+from ktransformers.engine.step.context import ForwardBatch, OneTokenStep, paged_context
 from ktransformers.engine.step.executor_runs import FIRST_ROW
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.operators.context import ForwardContext
@@ -86,7 +86,7 @@ class PieceSteps:
         if behind and self._runner.runs_apart:
             self._runner.meanwhile = partial(self._hold, pieces, behind)
         needs = [request for request in requests if request is not None]
-        return self._runner.reduced_step(*inputs[:4], needs), inputs.kept
+        return self._runner.reduced_step(ForwardBatch(*inputs[:4]), needs), inputs.kept
 
     def _hold(self, pieces: Sequence[Piece], behind: Sequence[int]) -> None:
         ends = list(itertools.accumulate(len(piece.token_ids) for piece in pieces))
@@ -97,7 +97,7 @@ class PieceSteps:
             for i, start in zip(behind, starts, strict=True)
         ]
         inputs = self._inputs(later, [True] * len(later))
-        if self._runner.launch_held(*inputs[:4]):
+        if self._runner.launch_held(ForwardBatch(*inputs[:4])):
             self._held = inputs
 
     def drop_held(self) -> None:

@@ -2,7 +2,7 @@
 
 `builder.py` is the one way from an opened model to a loaded one; a `CachePlan` says how many sequences
 share its pages. Nothing that a caller hands in is changed: what is resolved is in the engine's own `config`.
-`loaded.py` is what comes of it. `ready.py` has steps captured and kernels compiled before the first request, for which
+`loaded.py` is what comes of it. `graphs.py` has steps captured and kernels compiled before the first request, for which
 `warmup.py` calls every kind of step; `reference.py` is plain transformers behind the same loop; `worker.py` is the
 process of another rank.
 

@@ -8,9 +8,10 @@ from typing import Protocol
 import torch
 
 from ktransformers.cache.paged import LayerShape
-from ktransformers.engine.load.ready import forget_positions
+from ktransformers.engine.load.graphs import forget_positions
 from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.engine.parallel.pipeline.stage_io_check import check_stage_io
+from ktransformers.engine.step.context import ForwardBatch
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.layout import StepLayout, move_into
 from ktransformers.engine.step.runner import ModelRunner
@@ -29,7 +30,7 @@ from ktransformers.operators.layers.traced import (
     LayerCall,
     check_calls,
     failing_module,
-    hand_contexts_down,
+    pass_context_to_layers,
     probe_context,
     trace_step,
 )
@@ -38,7 +39,7 @@ from ktransformers.optimize.plan import Plan
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Arrangeable", "arrange_layers", "hand_contexts_to_recurrent"]
+__all__ = ["Arrangeable", "arrange_layers", "pass_context_to_recurrent"]
 
 
 class Arrangeable(Protocol):
@@ -58,10 +59,10 @@ class Arrangeable(Protocol):
     def longest(self) -> int: ...
 
 
-def hand_contexts_to_recurrent(model: torch.nn.Module, plan: Plan) -> None:
+def pass_context_to_recurrent(model: torch.nn.Module, plan: Plan) -> None:
     """Let the modules around recurrent operators pass the step's context on; nothing for a model without any."""
     if any(isinstance(operator, RecurrentOperator) for operator in plan.operators.values()):
-        hand_contexts_down(model)
+        pass_context_to_layers(model)
 
 
 def arrange_layers(loaded: Arrangeable) -> bool:
@@ -79,7 +80,7 @@ def arrange_layers(loaded: Arrangeable) -> bool:
             logger.warning("self check: a model that is cut over GPUs is not compared; load it without for that")
         layer_devices = {layer_device.key: plan.devices[layer_device.device] for layer_device in plan.layer_devices}
         stack_gpu_layers(opened.model, layer_devices, move_into, calls)
-        hand_contexts_to_recurrent(opened.model, plan)
+        pass_context_to_recurrent(opened.model, plan)
         return False
     checked = CheckedModel(opened.model, shapes, pool, loaded.layout)
     if is_on_cpu:
@@ -94,7 +95,7 @@ def arrange_layers(loaded: Arrangeable) -> bool:
         if is_checked(opened):
             stacks.begin()
         stack_gpu_layers(opened.model, layer_devices, move_into, calls)
-        hand_contexts_to_recurrent(opened.model, plan)  # stacks stand where layers stood
+        pass_context_to_recurrent(opened.model, plan)  # stacks stand where layers stood
         stacks.compare()
     return takes_blocks(opened.model, calls)
 
@@ -112,7 +113,7 @@ def _first_step(loaded: Arrangeable) -> list[LayerCall]:
     keep = torch.tensor([num_rows - 1])
 
     def step() -> torch.Tensor:
-        return runner.step(torch.zeros_like(positions), positions, context, keep)
+        return runner.step(ForwardBatch(torch.zeros_like(positions), positions, context, keep))
 
     try:
         if compiles() and not layout.is_cpu:

@@ -44,9 +44,9 @@ from ktransformers.engine.plan.hardware import Hardware
 from ktransformers.engine.plan.planning import PlannedDraft, Planner
 from ktransformers.engine.plan.tier_plan import open_tiers
 from ktransformers.engine.sampling.constraints import mask_of
-from ktransformers.engine.step.paged import PagedExecutor
+from ktransformers.engine.step.executor import PagedExecutor
+from ktransformers.engine.step.hot import StepExperts
 from ktransformers.engine.step.runner import ModelRunner
-from ktransformers.engine.step.snapshots import snapshot_interval
 from ktransformers.engine.step.step_runtime import StepRuntime
 from ktransformers.errors import UnsupportedError, WeightError
 from ktransformers.kernels.cpu.expert_store import ReadError
@@ -67,6 +67,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+_LEAST_INTERVAL = 256
+"""Tokens between snapshots inside of a prompt, at least."""
+
 
 def plan_model(config: EngineConfig, opened: OpenedModel | None = None, hardware: Hardware | None = None) -> Plan:
     """Plan what `build_engine` would do with `config`. Reads headers, and a page of some tensors where
@@ -78,7 +81,7 @@ def plan_model(config: EngineConfig, opened: OpenedModel | None = None, hardware
     hardware = hardware or Hardware.detect(opened.config)
     if opened.config.tensor_parallel > 1:
         opened, hardware = parallel_strategy(opened.config, 0).shard(opened, hardware)
-    return Planner(opened, None, CachePlan.of(opened)).settle(hardware)[0].plan
+    return Planner(opened, None, CachePlan.of(opened)).plan(hardware)[0].plan
 
 
 def build_engine(
@@ -115,7 +118,7 @@ def build_engine(
     executor.pictures = _load_tower(built)
     executor.find_damage = DamageScan(opened.config).said
     longest = opened.facts.longest_sequence(cache.num_slots)
-    interval = snapshot_interval(max(cache.num_states - max_batch_size, 0), longest)
+    interval = _snapshot_interval(max(cache.num_states - max_batch_size, 0), longest)
     tiers, executor.tiers = open_tiers(opened.config, cache, built.identified) or (None, None)
     return Engine(
         config=built.config,
@@ -136,28 +139,26 @@ def build_engine(
     )
 
 
+def _snapshot_interval(snapshots: int, longest: int) -> int:
+    """Tokens between snapshots of states inside of a prompt, so that the longest one takes half of them; 0: none."""
+    return max(-(-longest // max(snapshots // 2, 1)), _LEAST_INTERVAL) if snapshots else 0
+
+
 def _executor(built: CapturedModel, runner: ModelRunner, stats: ExpertStats) -> PagedExecutor:
     """What runs the scheduler's steps of a model that is ready for them."""
     model = built.model
     grammars = model.tokenizer.grammars(model.vocab_size, model.eos_token_ids)
-    stats.totals()
-    stats.take_counts()  # what ran while loading is of no request
     executor = PagedExecutor(
         runner,
         built.cache,
         built.forward.pool,
         model.vocab_size,
-        stats.totals,
+        StepExperts(stats, built.hot, built.expert_files),
         lambda start: mask_of(grammars, start.params),
-        take_counts=stats.take_counts,
         eos_token_ids=model.eos_token_ids,
     )
     executor.new_runtime = lambda: StepRuntime(runner)
-    if built.hot.gpus:
-        executor.take_hot, executor.lend = built.hot.take, built.hot.lend
     if built.expert_files is not None:
-        built.expert_files.take()  # what ran while loading
-        executor.take_stored = built.expert_files.take
         learned = HotFile(built.identified.sampled.digests)
         built.expert_files.fill(learned.read(), learned.add, built.hot.has_slot())
     return executor

@@ -1,40 +1,88 @@
-"""Chooses how steps of a loaded model are captured as CUDA graphs: by what, in which sizes, and why not."""
+"""Chooses how steps of a loaded model are captured as CUDA graphs, by what, in which sizes, and why not; then has their
+kernels compiled and captures them, before any step is asked for."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import torch
+
+from ktransformers.cache.paged import PagedCache
 from ktransformers.config import EngineConfig
-from ktransformers.engine.load.warmup import WarmupShapes
+from ktransformers.core import CAPTURING, COMPILING, Progress
+from ktransformers.engine.load.warmup import WarmupShapes, warm_up
 from ktransformers.engine.plan.draft_steps import why_drafts_run_eagerly
 from ktransformers.engine.plan.hardware import Hardware
+from ktransformers.engine.step.broadcast import StepBlocks
 from ktransformers.engine.step.cuda_graphs import GraphBackend
-from ktransformers.engine.step.decode import DecodeSteps, why_not_captured
+from ktransformers.engine.step.decode import DecodeSteps, PaddedSteps, why_not_captured
 from ktransformers.engine.step.decode_inputs import StepSize, draft_sizes
-from ktransformers.engine.step.graph_sizes import replayed_drafts, replayed_sizes
+from ktransformers.engine.step.forward import ForwardPass
+from ktransformers.engine.step.graph_sizes import choices_of, replayed_drafts, replayed_sizes
 from ktransformers.engine.step.layout import StepLayout
+from ktransformers.engine.verify.layer_kinds import layer_kinds
+from ktransformers.kernels.triton.common.compiling import compiles
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.optimize.plan import Plan
 
-__all__ = ["StepGraphs", "choose_graphs"]
+__all__ = ["StepGraphs", "choose_graphs", "forget_positions"]
 
 logger = logging.getLogger(__name__)
+
+
+def forget_positions(plan: Plan) -> None:
+    """Give back what operators hold for the positions of a step that was made up."""
+    for operator in plan.operators.values():
+        operator.forget()
 
 
 @dataclass(frozen=True, slots=True)
 class StepGraphs:
     """How steps are captured, before they are.
 
-    backend: None: they are not. sizes: those of steps of several rows a sequence that are padded. why_drafts_eager: why
-    steps with draft tokens run without graphs on GPUs, so that --speculative auto has none; None: they have graphs, or
-    nothing is on a GPU.
+    backend: None: they are not. sizes: those of steps of several rows a sequence that are padded, and captured, as
+    decode steps are. why_drafts_eager: why steps with draft tokens run without graphs on GPUs, so that --speculative
+    auto has none; None: they have graphs, or nothing is on a GPU. blocks: in which steps come to other processes.
     """
 
     backend: GraphBackend | None
-    sizes: tuple[StepSize, ...] = ()
+    sizes: Sequence[StepSize] = ()
     why_drafts_eager: str | None = None
+    blocks: StepBlocks | None = None
+
+    @torch.inference_mode()
+    def prepare(
+        self, forward: ForwardPass, cache: PagedCache, plan: Plan, extent: WarmupShapes, progress: Progress | None
+    ) -> DecodeSteps | None:
+        """Compile the kernels that steps of `extent` launch, and capture those of few rows.
+
+        Returns None when layers are on the CPU: their steps are all alike.
+        """
+        layout = forward.layout
+        if layout is None:
+            return None
+        report = progress or (lambda done, total, name: None)
+
+        def steps(backend: GraphBackend | None) -> DecodeSteps:
+            return DecodeSteps(
+                forward,
+                cache,
+                PaddedSteps(extent.max_batch_size, extent.num_pages, self.sizes),
+                backend=backend,
+                progress=lambda done, total: report(done, total, CAPTURING),
+                choices=choices_of(plan),
+                blocks=self.blocks,
+            )
+
+        can_pad = all(device.is_gpu for device in layout.devices)
+        if compiles():
+            decode = steps(None) if can_pad else None
+            kinds = layer_kinds(forward.model, plan, cache.shapes)
+            warm_up(forward, cache, decode, extent, kinds, lambda done, total: report(done, total, COMPILING))
+            forget_positions(plan)
+        return steps(self.backend) if can_pad else None
 
     def why_drafts_are_eager(self, decode: DecodeSteps | None) -> str | None:
         """Return `why_drafts_eager` once steps are captured. decode: those that are."""

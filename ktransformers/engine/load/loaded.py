@@ -11,8 +11,8 @@ from ktransformers.engine.media.features import PictureEncoder
 from ktransformers.engine.model.fingerprint import Identified, ModelIdentity
 from ktransformers.engine.model.opened import ModelDescription
 from ktransformers.engine.parallel.ranks.ranks import Alone, Ranks
+from ktransformers.engine.step.executor import PagedExecutor
 from ktransformers.engine.step.hot import HotService
-from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.models.facts import ModelFacts

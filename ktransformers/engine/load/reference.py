@@ -26,9 +26,10 @@ from ktransformers.engine.model.skeleton import restore_buffers
 from ktransformers.engine.plan.cache_plan import PAGE_SIZE, cache_len_of
 from ktransformers.engine.sampling.constraints import mask_of
 from ktransformers.engine.sampling.logits_request import StepLogits
+from ktransformers.engine.step.context import ForwardBatch
+from ktransformers.engine.step.executor import PagedExecutor
 from ktransformers.engine.step.executor_runs import StepTensors
 from ktransformers.engine.step.hidden import HiddenStatesHook
-from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.errors import CapacityError, ConfigError, TensorMismatchError, UnsupportedError, reason_of
 from ktransformers.kernels import reference
 from ktransformers.kernels.blocks import decode_blocks
@@ -36,7 +37,6 @@ from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.types import ExpertWeight, Fp8Matrix, GroupType, PackedTensor, RawTensor
 from ktransformers.models.layers import named_cache
 from ktransformers.models.registry import routed_experts
-from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.experts.routed import read_layout
 from ktransformers.optimize.machine import detect_machine
 from ktransformers.optimize.tied import TiedSource, tied_names
@@ -83,14 +83,7 @@ class ReferenceRunner:
         self._rewind(0)
         return self._append(token_ids, range(len(token_ids)))
 
-    def reduced_step(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        context: ForwardContext,
-        keep: torch.Tensor,
-        needs: Sequence[int] | None,
-    ) -> torch.Tensor:
+    def reduced_step(self, batch: ForwardBatch, needs: Sequence[int] | None) -> torch.Tensor:
         """Run the tokens behind `prefix`. Returns whole logits, fp32 [N, vocab_size], of the rows in `keep`."""
         meanwhile, self.meanwhile = self.meanwhile, None
         if meanwhile is not None:
@@ -100,7 +93,7 @@ class ReferenceRunner:
             self._rewind(shared)
         if shared < len(self.prefix):
             self._append(self.prefix[shared:], [])
-        return self._append(token_ids.tolist(), keep.tolist())
+        return self._append(batch.token_ids.tolist(), batch.keep.tolist())
 
     def _append(self, token_ids: Sequence[int], keep: Sequence[int]) -> torch.Tensor:
         self._is_intact = False
@@ -161,7 +154,7 @@ class ReferenceExecutor(PagedExecutor):
         (row,) = rows
         if row.run_id != self._run_id:
             self._run_id, self._ids = row.run_id, list(self._runs[row.run_id].start.token_ids)
-        self._ids[row.start : row.start + row.num_tokens] = inputs.token_ids.tolist()
+        self._ids[row.start : row.start + row.num_tokens] = inputs.batch.token_ids.tolist()
         self._reference.prefix = self._ids[: row.start]
         return super()._forward(rows, inputs)
 

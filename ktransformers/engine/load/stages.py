@@ -19,9 +19,8 @@ from dataclasses import dataclass, replace
 from ktransformers.cache.paged import LayerShape, Lenders, PagedCache, check_page_size
 from ktransformers.config import CPU_ACTIVATIONS, EngineConfig, why_crowded
 from ktransformers.core import Progress
-from ktransformers.engine.load.arrange import arrange_layers, hand_contexts_to_recurrent
+from ktransformers.engine.load.arrange import arrange_layers, pass_context_to_recurrent
 from ktransformers.engine.load.graphs import choose_graphs
-from ktransformers.engine.load.ready import prepare_decode
 from ktransformers.engine.load.warmup import WarmupShapes
 from ktransformers.engine.model.fingerprint import Identified, identify
 from ktransformers.engine.model.hot_file import HotFile
@@ -55,7 +54,7 @@ from ktransformers.operators.attention.rope import settle_rotations
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.expert_files import ExpertFiles
 from ktransformers.operators.experts.routed import KTransformersExperts
-from ktransformers.operators.layers.traced import hand_contexts_on, hand_on
+from ktransformers.operators.layers.traced import pass_context, pass_context_to_attention
 from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.operators.recurrent.base import RecurrentOperator
 from ktransformers.optimize.apply import apply_plan, bind_plan, load_plan
@@ -207,7 +206,7 @@ def plan_part(
     if shared is None:
         undo.callback(pool.close)
     planner = Planner(opened, pool, cache_plan, stats, is_draft=shared is not None)
-    planned, hardware = planner.settle(part.hardware)
+    planned, hardware = planner.plan(part.hardware)
     plan, num_slots = planned.plan, planned.num_slots
     plan.check_fits()
     undo.callback(plan.devices.close)
@@ -273,15 +272,15 @@ def capture_steps(arranged: ArrangedModel, progress: Progress | None, why_eager:
     graphs = choose_graphs(part.config, plan, loaded.layout, loaded.flash.values(), part.hardware, extent, why_eager)
     device = loaded.layout.entry.torch_device
     mixed, is_captured = part.ranks.rendezvous(graphs.sizes, graphs.backend is not None, device)
-    backend = graphs.backend if is_captured else None
+    graphs = replace(
+        graphs, backend=graphs.backend if is_captured else None, sizes=mixed, blocks=part.ranks.step_blocks
+    )
     last_hidden = arranged.forward.last_hidden
     if last_hidden is not None and not loaded.layout.is_cpu:
         last_hidden.replayed_rows = 2 * extent.max_batch_size + max((size.rows for size in mixed), default=8)
         if loaded.layout.mtp is not None:
             loaded.layout.mtp.reserve(last_hidden.replayed_rows, loaded.layout.entry)
-    decode = prepare_decode(
-        arranged.forward, arranged.cache, plan, extent, backend, progress, mixed, part.ranks.step_blocks
-    )
+    decode = graphs.prepare(arranged.forward, arranged.cache, plan, extent, progress)
     part.ranks.captured([] if decode is None else decode.sizes)
     config = replace(part.config, cache_lens=planned.num_slots, chunk_size=planned.chunk_size)
     identified, hot = arranged.identified, loaded.hot
@@ -357,12 +356,12 @@ def optimize_and_load_gguf(opened: OpenedModel, plan: Plan, max_len: int, progre
     else:
         load_plan(opened.model, plan, opened.source, lambda done, key: progress(done, total, key))
     settle_buffers(modules, plan)
-    hand_contexts_to_recurrent(opened.model, plan)
+    pass_context_to_recurrent(opened.model, plan)
     install_moves(modules, plan)
-    hand_contexts_on(opened.model)
+    pass_context_to_attention(opened.model)
     for key, operator in plan.operators.items():
         if isinstance(operator, RecurrentOperator):
-            hand_on(modules[key.rpartition(".")[0]], [operator])
+            pass_context(modules[key.rpartition(".")[0]], [operator])
     if isinstance(embedding, MtpInput):
         embedding.take_parts()
     return StepLayout.of(plan, modules, embedding)

@@ -16,7 +16,7 @@ import torch
 from ktransformers.cache.paged import PagedCache
 from ktransformers.core import Phase
 from ktransformers.engine.sampling.logits_request import BEST_TOKEN
-from ktransformers.engine.step.context import PREFILL_ROWS, StepStateSlots, state_step
+from ktransformers.engine.step.context import PREFILL_ROWS, ForwardBatch, StepStateSlots, state_step
 from ktransformers.engine.step.decode import DecodeSteps
 from ktransformers.engine.step.decode_inputs import decode_batch_sizes
 from ktransformers.engine.step.forward import ForwardPass
@@ -97,8 +97,8 @@ def _steps(extent: WarmupShapes, page_size: int, least: int) -> Iterator[_Step]:
             yield _Step(rows, kept=kept)
 
 
-def _context(cache: PagedCache, pool: WorkerPool, step: _Step) -> tuple[torch.Tensor, ForwardContext]:
-    """Positions and context of a step on the first pages: nothing is in them yet that torch's own operations spoil."""
+def _batch(cache: PagedCache, pool: WorkerPool, step: _Step) -> ForwardBatch:
+    """A step on the first pages: nothing is in them yet that torch's own operations spoil."""
     seq_ids = torch.arange(step.rows) * step.seqs // step.rows
     nth = torch.arange(step.rows) - torch.searchsorted(seq_ids, seq_ids)
     counts = torch.bincount(seq_ids, minlength=step.seqs)
@@ -106,7 +106,7 @@ def _context(cache: PagedCache, pool: WorkerPool, step: _Step) -> tuple[torch.Te
     positions = (first[seq_ids] + nth).clamp_max(step.pages * cache.page_size - 1)
     kv_lens = (positions + 1).to(torch.int32)
     states = [StepStateSlots(-1, seq % max(cache.num_states, 1)) for seq in range(step.seqs)]
-    return positions, ForwardContext(
+    context = ForwardContext(
         cache=cache,
         pool=pool,
         phase=Phase.PREFILL if step.rows > PREFILL_ROWS else Phase.GENERATE,
@@ -117,6 +117,7 @@ def _context(cache: PagedCache, pool: WorkerPool, step: _Step) -> tuple[torch.Te
         block_table=torch.zeros(step.seqs, step.pages, dtype=torch.int32),
         states=state_step(cache, states, counts.numpy(), kv_lens),
     )
+    return ForwardBatch(torch.zeros_like(positions), positions, context, torch.arange(step.rows)[-step.kept :])
 
 
 @torch.inference_mode()
@@ -137,15 +138,11 @@ def warm_up(
     with warmup(progress) as found, one_of_each(forward.model, kinds):
         if decode is not None:
             for size in decode_batch_sizes(decode.max_rows):
-                positions, context = _context(cache, forward.pool, _Step(size, seqs=size))
-                decode.step(torch.zeros(size, dtype=torch.int64), positions, context, torch.arange(size))
+                decode.step(_batch(cache, forward.pool, _Step(size, seqs=size, kept=size)))
             for mixed in decode.mixed:
-                positions, context = _context(cache, forward.pool, _Step(mixed.rows, seqs=mixed.seqs))
-                ids = torch.zeros(mixed.rows, dtype=torch.int64)
-                decode.step(ids, positions, context, torch.arange(mixed.kept))
+                decode.step(_batch(cache, forward.pool, _Step(mixed.rows, seqs=mixed.seqs, kept=mixed.kept)))
             for need in (BEST_TOKEN, 1):  # what finds the best tokens is launched alike for any number of rows
-                positions, context = _context(cache, forward.pool, _Step(1))
-                decode.step(torch.zeros(1, dtype=torch.int64), positions, context, torch.arange(1), [need])
+                decode.step(_batch(cache, forward.pool, _Step(1)), [need])
         least = 1 if decode is None else decode.max_rows + 1
         if all(device.is_gpu for device in layout.devices):
             steps = _steps(extent, cache.page_size, least)
@@ -168,10 +165,8 @@ def warm_up(
 
 def _is_called(forward: ForwardPass, cache: PagedCache, step: _Step) -> bool:
     """Whether a step can be called; one line when it cannot."""
-    positions, context = _context(cache, forward.pool, step)
-    ids, keep = torch.zeros(step.rows, dtype=torch.int64), torch.arange(step.rows - step.kept, step.rows)
     try:
-        forward.run(forward.inputs_of(ids, positions, context, keep))
+        forward.run(forward.inputs_of(_batch(cache, forward.pool, step)))
     except MODULE_FAILURES as error:
         logger.debug("a warm-up step failed", exc_info=True)
         reason = next(iter(str(error).splitlines()), type(error).__name__)

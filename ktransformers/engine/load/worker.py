@@ -124,9 +124,9 @@ def main() -> int:
             worker.rendezvous_again(message.place)
             is_lost = False
         elif not is_lost:
-            token_ids, positions, context, keep = message.inputs(part.cache, part.pool)
+            batch = message.batch(part.cache, part.pool)
             try:
-                part.runner.follow(token_ids, positions, context, keep, is_padded=message.is_padded)
+                part.runner.follow(batch, is_padded=message.is_padded)
             except StageLostError as error:
                 logger.debug("%s", error)
                 is_lost = True

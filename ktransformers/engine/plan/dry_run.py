@@ -91,7 +91,7 @@ def _dry_run(opened: OpenedModel, hardware: Hardware, name: str | None) -> DryRu
 
 
 def _plan(opened: OpenedModel, hardware: Hardware) -> tuple[Planned, Hardware]:
-    return Planner(opened, None, CachePlan.of(opened)).settle(hardware)
+    return Planner(opened, None, CachePlan.of(opened)).plan(hardware)
 
 
 def _name_of(opened: OpenedModel) -> str:

@@ -1,5 +1,11 @@
 """Plans what goes where, before the first weight byte is read: weights, cache, workspaces, experts that fill GPUs.
 
+    plan                       experts on the CPU in RAM, or in files where RAM is short
+      plan_or_cpu              the CPU alone, where GPUs do not fit and nobody asked for them
+        _plan_one_or_all_gpus  the first GPU, or layers spread over all
+          _plan_all            rules, cache, workspaces, draft model, tower; of what is left: staging for prompts, then
+                               slots for hot experts beside whole layers' experts (_fill_gpus); slots in RAM
+
 Knows plans and what an engine needs beside its weights; does not load anything.
 """
 
@@ -47,10 +53,10 @@ from ktransformers.optimize.hot_slots import (
     whole_layers_beside_slots,
     with_hot_slots,
 )
+from ktransformers.optimize.layer_devices import spread_layers
 from ktransformers.optimize.machine import detect_machine
 from ktransformers.optimize.plan import Choices, Plan, format_bytes, make_plan
 from ktransformers.optimize.rules import Rules, load_rules
-from ktransformers.optimize.spread import spread_layers
 from ktransformers.optimize.streaming import (
     Streaming,
     chunk_size_for,
@@ -170,10 +176,10 @@ class Planner:
     _draft_rules: list[Rules] = field(default_factory=list, repr=False, compare=False)
     _learned: list[LearnedPicks | None] = field(default_factory=list, repr=False, compare=False)
 
-    def settle(self, hardware: Hardware) -> tuple[Planned, Hardware]:
+    def plan(self, hardware: Hardware) -> tuple[Planned, Hardware]:
         """Return the plan on `hardware`, or on its CPU alone where that fits, GPUs do not, and nobody asked for
         them."""
-        planned, hardware = self._settled(hardware)
+        planned, hardware = self._plan_ram_or_files(hardware)
         planned.report()
         if not self.is_draft:  # PlannedDraft says where a draft model goes
             planned.plan.report_fallback()
@@ -191,19 +197,19 @@ class Planner:
         if self.opened.config.sparse_attention == "off" and not found:
             logger.warning("--sparse_attention off has no effect: the model attends to all positions anyway")
 
-    def _settled(self, hardware: Hardware) -> tuple[Planned, Hardware]:
+    def _plan_ram_or_files(self, hardware: Hardware) -> tuple[Planned, Hardware]:
         """Experts on the CPU are in RAM, or in files where that is asked for, or where they do not fit otherwise."""
         config = self.opened.config
         wanted = "ram" if self.is_draft else config.experts_from
         if wanted == "disk":
-            return self._with_files().settled_as_it_is(hardware)
-        planned, settled = self.settled_as_it_is(hardware)
+            return self._with_files().plan_or_cpu(hardware)
+        planned, settled = self.plan_or_cpu(hardware)
         is_short = planned.plan.total_bytes.get("cpu", 0) > planned.plan.capacity.get("cpu", 0)
         is_divided = config.pipeline > 1 or config.tensor_parallel > 1
         if wanted == "ram" or not is_short or is_divided or not has_files(self.opened):
             return planned, settled
         try:
-            instead, on = self._with_files().settled_as_it_is(hardware)
+            instead, on = self._with_files().plan_or_cpu(hardware)
         except (ConfigError, FormatError) as error:
             logger.warning("experts do not fit into RAM, and cannot be read from the disk as they are used: %s", error)
             return planned, settled
@@ -214,43 +220,43 @@ class Planner:
         packed file that is damaged, or of another model."""
         return replace(self, expert_files=open_expert_files(self.opened))
 
-    def settled_as_it_is(self, hardware: Hardware) -> tuple[Planned, Hardware]:
-        """Return what `settle` does, with experts where this planner has them and without a word."""
-        planned = self._on(hardware)
+    def plan_or_cpu(self, hardware: Hardware) -> tuple[Planned, Hardware]:
+        """Return what `plan` does, with experts where this planner has them and without a word."""
+        planned = self._plan_one_or_all_gpus(hardware)
         reason = planned.plan.misfit()
         config = self.opened.config
         is_wanted = config.use_cuda is not None or hot_slots(config.hot_experts) is not None
         if reason is None or is_wanted or not hardware.has_gpus:
             return planned, hardware
         cpu = hardware.without_gpus()
-        instead = self._on(cpu)
+        instead = self._plan_one_or_all_gpus(cpu)
         if instead.plan.misfit() is not None:
             return planned, hardware
         logger.warning("the GPU is left alone, everything runs on the CPU (--use_cuda makes this an error): %s", reason)
         return instead, cpu
 
-    def _on(self, hardware: Hardware) -> Planned:
+    def _plan_one_or_all_gpus(self, hardware: Hardware) -> Planned:
         """On the first GPU, or over all of them where that brings more experts there, or is needed, or asked for."""
-        planned = self._whole(hardware, {})
+        planned = self._plan_all(hardware, {})
         gpus = {name: free for name, free in planned.plan.capacity.items() if name != "cpu"}
         config = self.opened.config
         if len(gpus) < 2 or (config.optimize_config_path is not None and not config.spread_layers):
             return planned
         if config.spread_layers:
-            return self._whole(hardware, spread_layers(len(planned.plan.layer_devices), gpus))
+            return self._plan_all(hardware, spread_layers(len(planned.plan.layer_devices), gpus))
         is_short = planned.plan.misfit() is not None
         if not is_short and not planned.expert_bytes_on_cpu:
             return planned
         transfer = spread_layers(len(planned.plan.layer_devices), gpus)
-        spread = self._whole(hardware, transfer)
+        spread = self._plan_all(hardware, transfer)
         is_better = is_short or spread.expert_bytes_on_cpu < planned.expert_bytes_on_cpu
         return planned if spread.plan.misfit() is not None or not is_better else spread
 
-    def _whole(self, hardware: Hardware, transfer: Mapping[int, str], *, may_lend: bool = True) -> Planned:
+    def _plan_all(self, hardware: Hardware, transfer: Mapping[int, str], *, may_lend: bool = True) -> Planned:
         """A plan with its cache and its workspaces, and with experts in what is left of the GPUs if that is ours to
         decide. may_lend: whether there may be steps that slots lend memory to, unless nothing else fits."""
         opened = self.opened
-        plan, shapes = self._weights(hardware, Choices(self._divided(hardware), transfer))
+        plan, shapes = self._plan_weights(hardware, Choices(self._divided(hardware), transfer))
         num_slots = self.cache_plan.num_slots(opened, plan, shapes)
         chunk_size = self._chunk_size(plan)
         num_states = self.cache_plan.num_states(shapes, num_slots, opened.config)
@@ -264,28 +270,17 @@ class Planner:
         plan, streamings = with_streaming(plan, self._streamings(plan, chunk_size, long_rows))
         filling, hots = Filling(), tuple[HotSlots, ...]()
         if _gpus_of(plan):
-            filling, hots = self._fill(plan)
+            filling, hots = self._fill_gpus(plan)
         if filling.moved:
-            again = self._weights(hardware, Choices(filling.moved, transfer))[0]
+            again = self._plan_weights(hardware, Choices(filling.moved, transfer))[0]
             plan, streamings = with_streaming(replace(again, extra_bytes=plan.extra_bytes), streamings)
         plan, hots = with_hot_slots(plan, hots)
         plan = with_expert_slots(plan, int(opened.config.experts_ram * 2**30), opened.facts.top_k())
         if long_rows and (not hots or plan.misfit() is not None):
-            return self._whole(hardware, transfer, may_lend=False)
-        expert_files = self.expert_files if plan.stored_experts else None
+            return self._plan_all(hardware, transfer, may_lend=False)
+        files = self.expert_files if plan.stored_experts else None
         return Planned(
-            plan,
-            chunk_size,
-            streamings,
-            shapes,
-            num_slots,
-            num_states,
-            filling,
-            transfer,
-            hots,
-            draft,
-            tower,
-            expert_files,
+            plan, chunk_size, streamings, shapes, num_slots, num_states, filling, transfer, hots, draft, tower, files
         )
 
     def _beside_weights(
@@ -395,7 +390,7 @@ class Planner:
             rooms = [max(left - streamed.total_bytes[name] + plan.total_bytes[name], 0), left]
             while rooms:
                 beside = hardware.within({"cpu": hardware.machine.devices["cpu"], name: rooms.pop(0)})
-                planned = planner._whole(beside, {})
+                planned = planner._plan_all(beside, {})
                 if planned.plan.misfit() is None:
                     found = PlannedDraft(draft, cache_plan, beside, planned)
                     filled = planned.filled_nbytes(name)
@@ -405,13 +400,13 @@ class Planner:
             if draft.facts.is_borrowing:  # then both do not fit
                 return PlannedDraft(draft, cache_plan, beside, planned)
         cpu = hardware.without_gpus()
-        return PlannedDraft(draft, cache_plan, cpu, planner._whole(cpu, {}))
+        return PlannedDraft(draft, cache_plan, cpu, planner._plan_all(cpu, {}))
 
     def _takes_all(self, plan: Plan) -> bool:
         """Whether all routed experts fit on GPUs beside what `plan` holds."""
         return experts_for_gpus(plan, self.opened.source).is_all
 
-    def _fill(self, plan: Plan) -> tuple[Filling, tuple[HotSlots, ...]]:
+    def _fill_gpus(self, plan: Plan) -> tuple[Filling, tuple[HotSlots, ...]]:
         """What goes to the room that a plan leaves on GPUs: slots for the experts of all layers, and whole layers.
 
         Where all experts fit, they go there whole, however many slots are asked for.
@@ -437,7 +432,7 @@ class Planner:
             filling = experts_for_gpus(plan, source, most)
         return filling, hots
 
-    def _weights(self, hardware: Hardware, choices: Choices) -> tuple[Plan, list[LayerShape]]:
+    def _plan_weights(self, hardware: Hardware, choices: Choices) -> tuple[Plan, list[LayerShape]]:
         """The plan, without a cache, and the shape of each layer's cache."""
         opened = self.opened
         config, model = opened.config, opened.model

@@ -2,7 +2,7 @@
 
 `context.py` fills a `ForwardContext` (which row belongs to which sequence, which slots it writes, how many positions it
 sees); `layout.py` brings hidden states to a layer's device; `forward.py` brings a step's inputs to the GPU once and
-runs it; `runner.py` runs one step of any sequences, `paged.py` the scheduler's steps on it.
+runs it; `runner.py` runs one step of any sequences, `executor.py` the scheduler's steps on it.
 
 A decode step on a GPU is replayed: `decode.py` pads its inputs (`decode_inputs.py`) and brings its logits to the host,
 `cuda_graph_runner.py` captures it at batch sizes 1, 2, 4, 8, ... and replays the smallest that fits. Steps of several

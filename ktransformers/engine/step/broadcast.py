@@ -25,15 +25,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ktransformers.operators.context import ForwardContext
+from ktransformers.engine.step.context import ForwardBatch
 from ktransformers.system.shared_blocks import SharedBlocks
 
 __all__ = ["SharedStep", "StepBlocks", "StepBroadcast"]
 
 logger = logging.getLogger(__name__)
 
-StepBroadcast = Callable[[torch.Tensor, torch.Tensor, ForwardContext, torch.Tensor, bool], None]
-"""Called with token_ids, positions, context and keep as ModelRunner.reduced_step has them, and whether it is padded."""
+StepBroadcast = Callable[[ForwardBatch, bool], None]
+"""Called with a step, and whether it is padded."""
 
 
 class SharedStep(NamedTuple):

@@ -1,4 +1,4 @@
-"""Builds the ForwardContext of a step. Knows sequences and slots, not models."""
+"""The inputs of a step: tokens and positions, and the ForwardContext of them. Knows sequences and slots, not models."""
 
 from __future__ import annotations
 
@@ -17,10 +17,35 @@ from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.context import ForwardContext, StateStep
 from ktransformers.scheduler.records import ScheduledSequence
 
-__all__ = ["PREFILL_ROWS", "OneTokenStep", "StepStateSlots", "paged_context", "state_step", "static_context"]
+__all__ = [
+    "PREFILL_ROWS",
+    "ForwardBatch",
+    "OneTokenStep",
+    "StepStateSlots",
+    "paged_context",
+    "state_step",
+    "static_context",
+]
 
 PREFILL_ROWS = 4
 """A step with more rows than this is a prefill step: operators may then use their prefill implementation."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """The inputs of one flattened step of any sequences, on the CPU.
+
+    positions: [3, T] with pictures whose positions have three axes. context: whose rows they are. keep: the N rows
+    whose logits are wanted.
+    """
+
+    token_ids: torch.Tensor  # int64 [T]
+    positions: torch.Tensor  # int64 [T] or [3, T]
+    context: ForwardContext
+    keep: torch.Tensor  # int64 [N]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)

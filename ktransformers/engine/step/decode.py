@@ -17,7 +17,7 @@ from ktransformers.cache.paged import PagedCache
 from ktransformers.core import Phase
 from ktransformers.engine.sampling.logits_request import StepLogits
 from ktransformers.engine.step.broadcast import SharedStep, StepBlocks
-from ktransformers.engine.step.context import PREFILL_ROWS
+from ktransformers.engine.step.context import PREFILL_ROWS, ForwardBatch
 from ktransformers.engine.step.cuda_graph_runner import CUDAGraphRunner, StepTimers
 from ktransformers.engine.step.cuda_graphs import GraphBackend
 from ktransformers.engine.step.decode_inputs import (
@@ -134,23 +134,23 @@ class DecodeSteps:
         KEPT_ROWS rows."""
         self._graphs.time_steps(marks, KEPT_ROWS)
 
-    def takes(self, context: ForwardContext, num_kept: int) -> bool:
-        """Whether `step` is to run a step, of which so many logits are wanted. context: with tensors on the CPU."""
+    def takes(self, batch: ForwardBatch) -> bool:
+        """Whether `step` is to run a step."""
+        context, rows, num_kept = batch.context, len(batch), len(batch.keep)
         if context.pictures is not None:
             return False
-        rows = len(context.seq_ids)
         if rows <= self.max_rows:
             return True
         if self._graphs.size_of(rows, num_kept, *context.block_table.shape) is None:
             return False
         return num_kept == rows or not StepRuns.is_materialized(context, self._choices)
 
-    def is_shared(self, context: ForwardContext, num_kept: int) -> bool:
+    def is_shared(self, batch: ForwardBatch) -> bool:
         """Whether `step` can give other processes a step through memory that they share."""
-        rows = len(context.seq_ids)
+        rows, table = len(batch), batch.context.block_table
         if self._layout.ngrams:
             return False  # each process keeps the last tokens of its sequences itself
-        return rows < STAGED_ROWS and self._graphs.is_shared(rows, num_kept, *context.block_table.shape)
+        return rows < STAGED_ROWS and self._graphs.is_shared(rows, len(batch.keep), *table.shape)
 
     def _run(self, inputs: DecodeInputs) -> Tensor:
         """Logits fp32 [N, V] on the first device, valid until the next run."""
@@ -193,17 +193,14 @@ class DecodeSteps:
 
     def step(
         self,
-        token_ids: Tensor,
-        positions: Tensor,
-        context: ForwardContext,
-        keep: Tensor,
+        batch: ForwardBatch,
         needs: Sequence[int] | None = None,
         launched: Callable[[int], None] = lambda num_rows: None,
         meanwhile: Callable[[], None] = lambda: None,
         *,
         is_shared: bool = False,
     ) -> StepLogits:
-        """Run a step of T rows that `takes` takes, all on the CPU. launched: called with T once it was launched.
+        """Run a step of T rows that `takes` takes. launched: called with T once it was launched.
         meanwhile: called when all is launched that its results take, before these are waited for. is_shared: whether
         other processes get it through shared memory; raises EngineError when one is gone.
 
@@ -212,8 +209,8 @@ class DecodeSteps:
         """
         on_device, self._released = self._released, None
         if on_device is None:
-            on_device = self.launch(token_ids, positions, context, keep, is_shared=is_shared)
-        launched(len(token_ids))
+            on_device = self.launch(batch, is_shared=is_shared)
+        launched(len(batch))
         if self._fetch is None or len(on_device) > self._most_kept:
             whole = on_device.to("cpu")
             meanwhile()
@@ -222,20 +219,15 @@ class DecodeSteps:
             return self._fetch.whole(on_device, meanwhile)
         return self._fetch.requested(on_device, needs, meanwhile)
 
-    def launch_held(self, token_ids: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor) -> bool:
+    def launch_held(self, batch: ForwardBatch) -> bool:
         """Launch the step behind the one under way, held until `release` brings its tokens: see
         CUDAGraphRunner.launch_held. `step` is called for it after that."""
-        rows = len(token_ids)
-        if (
-            rows >= STAGED_ROWS
-            or not self._has_lookup_here
-            or self._fetch is None
-            or not self.takes(context, len(keep))
-        ):
+        rows = len(batch)
+        if rows >= STAGED_ROWS or not self._has_lookup_here or self._fetch is None or not self.takes(batch):
             return False
         unknown = torch.empty(rows, self._layout.width, device="meta")
-        self._held = context
-        return self._graphs.launch_held(_inputs_of(unknown, token_ids, positions, context, keep))
+        self._held = batch.context
+        return self._graphs.launch_held(_inputs_of(unknown, batch))
 
     def release(self, token_ids: Tensor) -> None:
         """Let the step go on that was launched held, with its tokens."""
@@ -251,31 +243,27 @@ class DecodeSteps:
         """Run a step that another process has published. Returns once nothing reads its slot."""
         self._graphs.follow(StepSize(step.rows, step.seqs, step.kept), step.slot, step.num_tokens)
 
-    def launch(
-        self, token_ids: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor, *, is_shared: bool = False
-    ) -> Tensor:
+    def launch(self, batch: ForwardBatch, *, is_shared: bool = False) -> Tensor:
         """Launch a step as `step` does, but do not wait for its end: logits on the first device, valid until the next
         step."""
-        if len(token_ids) < STAGED_ROWS:  # copied with the other inputs
-            hidden_states = self._lookup.on_host(token_ids, context)
+        if len(batch) < STAGED_ROWS:  # copied with the other inputs
+            hidden_states = self._lookup.on_host(batch.token_ids, batch.context)
             self._has_lookup_here = hidden_states.device.type == "cpu"
         else:
-            hidden_states = self._lookup(token_ids, context)
-        inputs = _inputs_of(hidden_states, token_ids, positions, context, keep)
-        return self._graphs.forward(inputs, is_shared=is_shared)
+            hidden_states = self._lookup(batch.token_ids, batch.context)
+        return self._graphs.forward(_inputs_of(hidden_states, batch), is_shared=is_shared)
 
 
-def _inputs_of(
-    hidden_states: Tensor, token_ids: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor
-) -> DecodeInputs:
+def _inputs_of(hidden_states: Tensor, batch: ForwardBatch) -> DecodeInputs:
+    context = batch.context
     return DecodeInputs(
         hidden_states,
-        positions,
+        batch.positions,
         context.slot_mapping,
         context.seq_ids,
         context.kv_lens,
         context.block_table,
         context.states,
-        token_ids,
-        keep,
+        batch.token_ids,
+        batch.keep,
     )

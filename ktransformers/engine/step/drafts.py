@@ -84,7 +84,7 @@ class EngineDrafter(Protocol):
 def with_drafts(
     drafter: EngineDrafter | None, rows: Sequence[ScheduledSequence], inputs: StepTensors
 ) -> tuple[Sequence[ScheduledSequence], float]:
-    """Return the rows with their draft tokens, which go into inputs.token_ids, too, and the seconds that took.
+    """Return the rows with their draft tokens, which go into its token ids, too, and the seconds that took.
 
     Raises EngineError for a plan that leaves them to an engine without a drafter.
     """
@@ -93,7 +93,7 @@ def with_drafts(
         return rows, 0.0
     if drafter is None:
         raise EngineError("a step was planned with draft tokens of the engine, which has no drafter")
-    began, ids = time.perf_counter(), inputs.token_ids.numpy()
+    began, ids = time.perf_counter(), inputs.batch.token_ids.numpy()
     firsts = np.cumsum([0, *(row.num_tokens for row in rows)]).tolist()
     requests, asked = list[DraftRequest](), list[int]()
     filled = list(rows)
@@ -122,7 +122,7 @@ def computed_rows(
 ) -> list[ComputedRow]:
     """Return what a step computed of sequences that may have draft tokens. results: of its sampled rows."""
     found, remaining, first = list[ComputedRow](), iter(results), 0
-    ids = inputs.token_ids.tolist()
+    ids = inputs.batch.token_ids.tolist()
     for run, row in zip(inputs.runs, rows, strict=True):
         result = next(remaining) if row.is_sampled else None
         begin, first = first, first + row.num_tokens

@@ -17,6 +17,7 @@ from ktransformers.engine.media.features import PictureEncoder
 from ktransformers.engine.media.rows import PICTURE_FAILURES, RunPictures, pictures_in, why_failed
 from ktransformers.engine.sampling.logits_request import BEST_TOKEN, StepLogits
 from ktransformers.engine.sampling.sampler import RequestSampler, token_logprobs
+from ktransformers.engine.step.context import ForwardBatch
 from ktransformers.engine.step.hidden import HiddenStatesHook, Pooled
 from ktransformers.errors import EngineError, KTransformersError
 from ktransformers.kernels.cpu import WorkerPool
@@ -45,9 +46,7 @@ __all__ = [
 class HeldSteps(Protocol):
     """Launches steps of a GPU before their tokens are known, see ModelRunner."""
 
-    def launch_held(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor
-    ) -> bool: ...
+    def launch_held(self, batch: ForwardBatch) -> bool: ...
 
     def release(self, token_ids: torch.Tensor, *, is_wanted: bool = True) -> None: ...
 
@@ -60,14 +59,7 @@ class StepRunner(Protocol):
     @property
     def hook(self) -> HiddenStatesHook: ...
 
-    def reduced_step(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        context: ForwardContext,
-        keep: torch.Tensor,
-        needs: Sequence[int] | None,
-    ) -> StepLogits:
+    def reduced_step(self, batch: ForwardBatch, needs: Sequence[int] | None) -> StepLogits:
         """Run a step: logits of the rows in `keep`, or what is needed of each; None: all."""
         ...
 
@@ -87,9 +79,7 @@ class StepRunner(Protocol):
     meanwhile: Callable[[], None] | None
     """To be called once in the step for which it is set; by runners that do not run apart before they compute."""
 
-    def begin(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor
-    ) -> None:
+    def begin(self, batch: ForwardBatch) -> None:
         """Have the stages before this one compute a step that comes to `reduced_step` later, in this order."""
         ...
 
@@ -161,15 +151,11 @@ class KeptRows:
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """The inputs of a step, as the runner takes them: ids and positions [T], [3, T] with pictures whose positions have
-    three axes, and which rows' logits are kept. runs: of the plan's rows."""
+    """A step as the runner takes it, with the runs of the plan's rows, and which rows' logits are kept for what."""
 
     runs: Sequence[ExecutorRun]
     kept: KeptRows
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    context: ForwardContext
-    keep: torch.Tensor
+    batch: ForwardBatch
     sources: Sequence[tuple[int, int]] = ()  # (index of a token, sampled row of the step before that it is)
 
 

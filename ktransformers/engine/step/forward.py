@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ktransformers.engine.step.context import ForwardBatch
 from ktransformers.engine.step.fused_decode import FusedDecode
 from ktransformers.engine.step.hidden import LastHiddenHook
 from ktransformers.engine.step.layout import StepLayout
@@ -19,7 +20,11 @@ from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import CPU
 from ktransformers.operators.exact import NativeMathMode, modules_on_torch
-from ktransformers.operators.layers.pictures import adding_pictures, is_later_stage
+from ktransformers.operators.layers.gpu import LayerStack
+from ktransformers.operators.layers.joined import Done
+from ktransformers.operators.layers.native_stack import NativeStack
+from ktransformers.operators.layers.traced import layer_list
+from ktransformers.operators.recorder import intercepted
 
 __all__ = ["ForwardPass", "StepInputs"]
 
@@ -76,42 +81,34 @@ class ForwardPass:
         found: nn.Module = getattr(base, "inner", base).get_input_embeddings()
         return found
 
-    def on_cpu(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        context: ForwardContext,
-        keep: Tensor,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> Tensor:
-        """Run a step on the CPU: int64 [T] ids and positions, int64 [N] rows to keep -> fp32 logits [N, vocab_size].
+    def on_cpu(self, batch: ForwardBatch, meanwhile: Callable[[], None] | None = None) -> Tensor:
+        """Run a step on the CPU; return its logits, fp32 [N, vocab_size].
 
-        positions: [3, T] where rows have three axes. meanwhile: called once before the layers. To be called in
-        inference mode, which takes a while to enter.
+        meanwhile: called once before the layers. To be called in inference mode, which takes a while to enter.
         """
-        if context.pictures is not None:
-            if meanwhile is not None:
-                meanwhile()
-            return self._with_pictures(token_ids, positions, context, keep)
-        if self.short is not None and self.short.is_wanted:
-            return self.short.logits(token_ids, positions, context, keep, meanwhile, self.last_hidden)
+        has_pictures = batch.context.pictures is not None
+        if not has_pictures and self.short is not None and self.short.is_wanted:
+            return self.short.logits(batch, meanwhile, self.last_hidden)
         if meanwhile is not None:
             meanwhile()
-        return self._logits(input_ids=token_ids[None], positions=positions[None], keep=keep, context=context)
+        if has_pictures:
+            return self._with_pictures(batch)
+        tokens, positions = batch.token_ids[None], batch.positions[None]
+        return self._logits(input_ids=tokens, positions=positions, keep=batch.keep, context=batch.context)
 
-    def _with_pictures(self, token_ids: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor) -> Tensor:
+    def _with_pictures(self, batch: ForwardBatch) -> Tensor:
         """`on_cpu` of a step that shows pictures, by the model's own forward."""
         layout = self._whole_layout
         assert layout is not None, "only models that were planned show pictures"
-        context = replace(context, token_ids=token_ids)
-        embedded = self._shown(TokenLookup(layout).on_host(token_ids, context), context)
+        context = replace(batch.context, token_ids=batch.token_ids)
+        embedded = self._shown(TokenLookup(layout).on_host(batch.token_ids, context), context)
         tokens = layout.split(embedded[None])
-        return self._logits(positions=_batched(positions), keep=keep, context=context, **tokens)
+        return self._logits(positions=_batched(batch.positions), keep=batch.keep, context=context, **tokens)
 
     def _shown(self, embedded: Tensor, context: ForwardContext) -> Tensor:
         """What the embedding gave, [T, width], with pictures in their rows; unless it came from another stage."""
         pictures = context.pictures
-        if pictures is None or is_later_stage(self.model):
+        if pictures is None or _is_later_stage(self.model):
             return embedded
         hidden = pictures.hidden.to(embedded.device, embedded.dtype)
         embedded = embedded.clone()  # some tables lend their memory
@@ -119,18 +116,18 @@ class ForwardPass:
         return embedded
 
     @torch.inference_mode()
-    def inputs_of(self, token_ids: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor) -> StepInputs:
+    def inputs_of(self, batch: ForwardBatch) -> StepInputs:
         """Bring a step to the GPU: rows are looked up where the table is, then everything moves once."""
         layout = self.layout
         assert layout is not None, "steps on the CPU stay there"
         assert self.lookup is not None, "it is there where the layout is"
-        context = replace(context, token_ids=token_ids)
-        if 0 < self.block_rows < len(token_ids):
+        context = replace(batch.context, token_ids=batch.token_ids)
+        if 0 < self.block_rows < len(batch):
             context = context.in_blocks(self.block_rows)
         return StepInputs(
-            hidden_states=self._shown(self.lookup(token_ids, context), context)[None],
-            positions=layout.entry.move(_batched(positions)),
-            keep=layout.last.move(keep),
+            hidden_states=self._shown(self.lookup(batch.token_ids, context), context)[None],
+            positions=layout.entry.move(_batched(batch.positions)),
+            keep=layout.last.move(batch.keep),
             context=context.replicated(device.torch_device for device in layout.devices),
         )
 
@@ -147,7 +144,7 @@ class ForwardPass:
 
     def _logits(self, *, positions: Tensor, keep: Tensor, context: ForwardContext, **tokens: Tensor) -> Tensor:
         kept = nullcontext() if self.last_hidden is None else self.last_hidden.open()
-        with self._math, kept, adding_pictures(self.model, context):
+        with self._math, kept, _adding_pictures(self.model, context):
             output = self.model(
                 **tokens, position_ids=positions, use_cache=False, logits_to_keep=keep, forward_context=context
             )
@@ -158,3 +155,35 @@ class ForwardPass:
 def _batched(positions: Tensor) -> Tensor:
     """Positions [T] or [3, T], as models take them."""
     return positions[None] if positions.dim() == 1 else positions[:, None]
+
+
+def _is_later_stage(model: nn.Module) -> bool:
+    """Whether the layers of `model` get their hidden states from another stage of a pipeline."""
+    return _first_layer(layer_list(model)) > 0
+
+
+def _first_layer(layers: nn.ModuleList | None) -> int:
+    first: int = getattr(layers, "first", 0)
+    return first
+
+
+def _adding_pictures(model: nn.Module, context: ForwardContext) -> AbstractContextManager[None]:
+    """Let the layers of `model` give their hidden states with what the step's pictures add behind them, while the block
+    runs. Layers that are joined do so themselves."""
+    pictures, layers = context.pictures, layer_list(model)
+    if pictures is None or not pictures.by_layer or layers is None:
+        return nullcontext()
+    alone = [
+        (index, layer)
+        for index, layer in enumerate(layers._modules.values(), _first_layer(layers))
+        if layer is not None and not isinstance(layer, NativeStack | LayerStack | Done)
+    ]
+
+    def run(key: int, forward: Callable[..., object], /, *args: object, **kwargs: object) -> object:
+        output = forward(*args, **kwargs)
+        if isinstance(output, torch.Tensor):
+            return pictures.add_behind(key, output)
+        assert isinstance(output, tuple), "layers give hidden states, or something behind them"
+        return pictures.add_behind(key, output[0]), *output[1:]
+
+    return intercepted(alone, run)

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from ktransformers.cache.paged import LayerShape
 from ktransformers.engine.model.mtp import MtpInput
+from ktransformers.engine.step.context import ForwardBatch
 from ktransformers.engine.step.hidden import LastHiddenHook
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.cpu.expert_store import ReadError
 from ktransformers.operators.attention.rope import KRotaryEmbedding
-from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.layers.native_stack import NativeStack
 from ktransformers.operators.layers.traced import PROBE_ROWS, layer_list, probe_context, probe_logits
 from ktransformers.operators.linear.embedding import KEmbedding
@@ -67,28 +67,26 @@ class FusedDecode:
 
     def logits(
         self,
-        token_ids: Tensor,
-        positions: Tensor,
-        context: ForwardContext,
-        keep: Tensor,
+        batch: ForwardBatch,
         meanwhile: Callable[[], None] | None = None,
         last_hidden: LastHiddenHook | None = None,
     ) -> Tensor:
-        """Run a step on the CPU: int64 [T] ids and positions, int64 [N] rows to keep -> fp32 logits [N, vocab_size].
+        """Run a step on the CPU; return its logits, fp32 [N, vocab_size].
 
         meanwhile: called right before the layers, the one part that leaves Python to others for long. last_hidden:
         keeps all rows behind the norm, or in front of it.
         """
-        rows: Tensor = self.embedding(token_ids[None])
-        angles = self.rotation(rows, positions[None])
+        rows: Tensor = self.embedding(batch.token_ids[None])
+        angles = self.rotation(rows, batch.positions[None])
         if meanwhile is not None:
             meanwhile()
-        rows = self.layers(rows, forward_context=context, position_embeddings=angles)
+        rows = self.layers(rows, forward_context=batch.context, position_embeddings=angles)
         norms_all = last_hidden is not None and last_hidden.is_normed
         if norms_all:
             rows = self.norm(rows)
         if last_hidden is not None:
             last_hidden.keep(rows[0])
+        keep = batch.keep
         kept = rows if keep.shape[0] == rows.shape[1] == 1 else rows[:, keep]  # len() of a tensor is slow Python
         logits: Tensor = self.head(kept if norms_all else self.norm(kept))
         return logits[0]
@@ -107,7 +105,7 @@ def find_fused_decode(model: Any, shapes: list[LayerShape], pool: WorkerPool, lo
     for first, keep in ((0, [0, PROBE_ROWS - 1]), (max(longest - PROBE_ROWS, 0), list(range(PROBE_ROWS)))):
         positions, kept = torch.arange(PROBE_ROWS) + first, torch.tensor(keep)
         try:
-            got = short.logits(ids, positions, probe_context(shapes, pool, PROBE_ROWS), kept).clone()
+            got = short.logits(ForwardBatch(ids, positions, probe_context(shapes, pool, PROBE_ROWS), kept)).clone()
         except ReadError:
             raise
         except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:

@@ -20,7 +20,9 @@ from ktransformers.engine.step.expert_streaming import PrefillTools
 from ktransformers.errors import KernelError
 from ktransformers.kernels.cpu import ExpertStore, MoeKernel
 from ktransformers.kernels.transfer.copies import PinnedRanges
+from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.device import Device, StepFollower
+from ktransformers.operators.expert_files import ExpertFiles
 from ktransformers.operators.experts.host_experts import copied_experts
 from ktransformers.operators.experts.hot import HotLayer, HotPool, kind_of
 from ktransformers.operators.experts.lending import NO_LONG_STEPS, Lending, LongSteps, choose_long_steps
@@ -31,7 +33,7 @@ from ktransformers.optimize.hot_slots import HotSlots
 from ktransformers.optimize.plan import Plan
 from ktransformers.system.file_kinds import size_of
 
-__all__ = ["HotGpu", "HotService", "open_hot"]
+__all__ = ["HotGpu", "HotService", "StepExperts", "open_hot"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -182,6 +184,29 @@ class HotService:
         now = self.totals()
         before, self._taken[:] = tuple(self._taken), now
         return now[0] - before[0], now[1] - before[1], now[2] - before[2], now[3] - before[3]
+
+
+class StepExperts:
+    """The routed experts of a loaded model, as results of steps report on them. hot: those in slots of GPUs. files:
+    what others are read from; None where all are in memory."""
+
+    def __init__(
+        self, stats: ExpertStats | None = None, hot: HotService | None = None, files: ExpertFiles | None = None
+    ) -> None:
+        self._stats, self.hot, self._files = stats or ExpertStats(), hot or HotService(), files
+        self._counted = (0, 0, 0)
+        self.take_counts()  # what ran while loading is of no request
+        self.take_stored()
+
+    def take_counts(self) -> tuple[tuple[int, int, int], bytes]:
+        """Return StepResult.experts and expert_counts since the last call."""
+        before, self._counted = self._counted, self._stats.totals()
+        pairs, calls, distinct = (now - then for now, then in zip(self._counted, before, strict=True))
+        return (pairs, calls, distinct), self._stats.take_counts()
+
+    def take_stored(self) -> tuple[int, int, int, float, int]:
+        """Return StepResult.stored since the last call."""
+        return (0, 0, 0, 0.0, 0) if self._files is None else self._files.take()
 
 
 def _costs(rates: PrefillRates | None) -> HotCosts:

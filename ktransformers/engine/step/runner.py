@@ -10,12 +10,12 @@ import torch
 
 from ktransformers.engine.sampling.logits_request import StepLogits
 from ktransformers.engine.step.broadcast import SharedStep, StepBroadcast
+from ktransformers.engine.step.context import ForwardBatch
 from ktransformers.engine.step.decode import DecodeSteps
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.gpu_profile import GpuProfile
 from ktransformers.engine.step.hidden import HiddenStatesHook
 from ktransformers.errors import EngineError
-from ktransformers.operators.context import ForwardContext
 
 __all__ = ["ModelRunner"]
 
@@ -65,73 +65,59 @@ class ModelRunner:
         return self if self.runs_apart else None
 
     @torch.inference_mode()
-    def step(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor
-    ) -> torch.Tensor:
-        """Run one flattened step of any sequences: int64 [T] ids and positions ([3, T] with pictures whose positions
-        have three axes), int64 [N] rows to keep.
+    def step(self, batch: ForwardBatch) -> torch.Tensor:
+        """Run one flattened step of any sequences.
 
-        Everything comes and goes on the CPU. Returns their logits, fp32 [N, vocab_size], valid until the next step.
-        Checks nothing.
+        Returns logits of the rows in `keep`, fp32 [N, vocab_size] on the CPU, valid until the next step. Checks
+        nothing.
         """
-        logits = self.reduced_step(token_ids, positions, context, keep, None)
+        logits = self.reduced_step(batch, None)
         assert isinstance(logits, torch.Tensor)
         return logits
 
     @torch.inference_mode()
-    def reduced_step(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        context: ForwardContext,
-        keep: torch.Tensor,
-        needs: Sequence[int] | None,
-    ) -> StepLogits:
+    def reduced_step(self, batch: ForwardBatch, needs: Sequence[int] | None) -> StepLogits:
         """Run a step as `step` does; a row's need (engine.sampling.logits_request) may be all that comes back of it.
         None: whole rows.
 
         Steps that are not replayed, or are on the CPU, give whole rows: they take long beside copying them.
         """
-        forward, layout = self._pass, self._pass.layout
-        forward.pool.begin_step(len(token_ids))
+        forward, layout, num_rows = self._pass, self._pass.layout, len(batch)
+        forward.pool.begin_step(num_rows)
         if forward.last_hidden is not None:
             forward.last_hidden.begin()
         if layout is None:
-            self._begin_step(token_ids, positions, context, keep, is_padded=False)
-            whole = forward.on_cpu(token_ids, positions, context, keep, self._take_meanwhile())
+            self._begin_step(batch, is_padded=False)
+            whole = forward.on_cpu(batch, self._take_meanwhile())
             self._is_apart = False
             return whole
         decode = None if self.hook.is_open else self._decode
-        if decode is not None and not decode.takes(context, len(keep)):
+        if decode is not None and not decode.takes(batch):
             decode = None
         self._is_padded = decode is not None
-        is_shared = decode is not None and decode.is_shared(context, len(keep))
-        self._begin_step(token_ids, positions, context, keep, is_padded=decode is not None, is_shared=is_shared)
+        is_shared = decode is not None and decode.is_shared(batch)
+        self._begin_step(batch, is_padded=decode is not None, is_shared=is_shared)
         profile = self._profile
         if decode is not None:
-            logits = decode.step(
-                token_ids, positions, context, keep, needs, self._fetch, self._call_meanwhile, is_shared=is_shared
-            )
+            logits = decode.step(batch, needs, self._fetch, self._call_meanwhile, is_shared=is_shared)
         else:
-            inputs = forward.inputs_of(token_ids, positions, context, keep)
+            inputs = forward.inputs_of(batch)
             with nullcontext() if profile is None else profile.marked():
                 on_device = forward.run(inputs)
-            self._fetch(len(token_ids))
+            self._fetch(num_rows)
             self._call_meanwhile()
             logits = on_device.to("cpu", torch.float32)
         if self._held_rows:
-            self._unfinished_rows = len(token_ids)  # the GPU waits for tokens of this step
+            self._unfinished_rows = num_rows  # the GPU waits for tokens of this step
         else:
-            layout.finish(len(token_ids))
+            layout.finish(num_rows)
         if profile is not None:
-            profile.finish(len(token_ids))
+            profile.finish(num_rows)
         self._is_apart = False
         return logits
 
     @torch.inference_mode()
-    def launch_held(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor
-    ) -> bool:
+    def launch_held(self, batch: ForwardBatch) -> bool:
         """Launch the next step behind the one under way, from within `meanwhile`; it goes on when `release` brings its
         tokens, and its results are those of the next `reduced_step`. Whether that can be.
 
@@ -142,9 +128,9 @@ class ModelRunner:
         is_alone = self._broadcast is None and self._send_output is None and self._profile is None
         if decode is None or not self._is_padded or not is_alone:
             return False
-        if not decode.launch_held(token_ids, positions, context, keep):
+        if not decode.launch_held(batch):
             return False
-        self._held_rows = len(token_ids)
+        self._held_rows = len(batch)
         return True
 
     @torch.inference_mode()
@@ -177,27 +163,19 @@ class ModelRunner:
             self._decode.drop_released()
 
     @torch.inference_mode()
-    def follow(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        context: ForwardContext,
-        keep: torch.Tensor,
-        *,
-        is_padded: bool,
-    ) -> None:
+    def follow(self, batch: ForwardBatch, *, is_padded: bool) -> None:
         """Launch a step of the driver, which has its results.
 
         is_padded: as it is there; stages find out for themselves.
         """
         if self._send_output is not None:
-            self._follow_and_send(self._send_output, token_ids, positions, context, keep)
+            self._follow_and_send(self._send_output, batch)
         elif self._pass.layout is None:
-            self._pass.on_cpu(token_ids, positions, context, keep)
+            self._pass.on_cpu(batch)
         elif is_padded and self._decode is not None:
-            self._decode.launch(token_ids, positions, context, keep)
+            self._decode.launch(batch)
         else:
-            self._pass.run(self._pass.inputs_of(token_ids, positions, context, keep))
+            self._pass.run(self._pass.inputs_of(batch))
 
     @torch.inference_mode()
     def follow_shared(self, step: SharedStep) -> None:
@@ -205,24 +183,17 @@ class ModelRunner:
         assert self._decode is not None, "all processes of a model capture the same steps"
         self._decode.follow(step)
 
-    def _follow_and_send(
-        self,
-        send_output: Callable[[int], None],
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        context: ForwardContext,
-        keep: torch.Tensor,
-    ) -> None:
+    def _follow_and_send(self, send_output: Callable[[int], None], batch: ForwardBatch) -> None:
         """As a step of one process, but that hidden states go to the next stage, and no logits anywhere."""
-        layout, rows = self._pass.layout, len(token_ids)
+        layout, rows = self._pass.layout, len(batch)
         if layout is None:
-            self._pass.on_cpu(token_ids, positions, context, keep)
+            self._pass.on_cpu(batch)
             send_output(rows)
             return
-        if self._decode is not None and self._decode.takes(context, len(keep)):
-            self._decode.launch(token_ids, positions, context, keep)
+        if self._decode is not None and self._decode.takes(batch):
+            self._decode.launch(batch)
         else:
-            self._pass.run(self._pass.inputs_of(token_ids, positions, context, keep))
+            self._pass.run(self._pass.inputs_of(batch))
         self._fetch(rows)
         self._call_meanwhile()
         has_host_work = layout.has_host_work
@@ -232,28 +203,17 @@ class ModelRunner:
         if has_host_work:
             layout.finish(rows)
 
-    def begin(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor
-    ) -> None:
+    def begin(self, batch: ForwardBatch) -> None:
         """Send the other processes a step that comes to `reduced_step` behind those that were sent before."""
         assert self._broadcast is not None
-        self._broadcast(token_ids, positions, context, keep, False)
+        self._broadcast(batch, False)
         self._num_begun += 1
 
     def recovered(self) -> None:
         """Note that all processes are there again, and none has a step under way."""
         self._is_apart, self._num_begun = False, 0
 
-    def _begin_step(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        context: ForwardContext,
-        keep: torch.Tensor,
-        *,
-        is_padded: bool,
-        is_shared: bool = False,
-    ) -> None:
+    def _begin_step(self, batch: ForwardBatch, *, is_padded: bool, is_shared: bool = False) -> None:
         """Tell the other processes, unless the step comes to them through shared memory. Raises EngineError when a step
         has failed here that they went on with."""
         if self._broadcast is None:
@@ -266,7 +226,7 @@ class ModelRunner:
             raise EngineError("a step has failed in one of several processes; the engine has to be started anew")
         self._is_apart = True
         if not is_shared:
-            self._broadcast(token_ids, positions, context, keep, is_padded)
+            self._broadcast(batch, is_padded)
 
     def _fetch(self, num_rows: int) -> None:
         """Let what a step that was launched leaves on GPUs come with its results."""

@@ -9,7 +9,7 @@ import torch
 
 from ktransformers.cache.paged import LayerShape
 from ktransformers.cache.static import StaticCache
-from ktransformers.engine.step.context import static_context
+from ktransformers.engine.step.context import ForwardBatch, static_context
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.layout import StepLayout
 from ktransformers.engine.step.runner import ModelRunner
@@ -37,4 +37,4 @@ class CheckedModel:
         """
         runner = ModelRunner(ForwardPass(self.model, self.pool, self.layout, announce=False))
         context = static_context(cache, self.pool, start, len(ids))
-        return runner.step(ids, torch.arange(start, start + len(ids)), context, keep)
+        return runner.step(ForwardBatch(ids, torch.arange(start, start + len(ids)), context, keep))

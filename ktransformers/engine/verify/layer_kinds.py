@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _PLACES = frozenset({"layer", "layer_idx", "layer_number", "layer_id", "_layer", "number", "key", "config"})
 """Attributes by which a layer's modules know which one they are, and the model's own."""
 _PLAIN = (bool, int, float, str, enum.Enum, torch.dtype, torch.device, type(None))
-_DEPTH = 4  # of an operator's attribute: to the matrices of experts, in one of its paths
+_DEPTH = 5  # of an operator's attribute: to the matrices of experts, in one of its paths
 _FIRST = -1  # stands before the first layer of all, or of a stack
 
 _Numbers: TypeAlias = object  # of a module, nested tuples

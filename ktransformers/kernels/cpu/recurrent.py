@@ -1,12 +1,8 @@
 """Recurrent layers: short convolutions, scans, gated norms. csrc/kernels/common/recurrent.inl states the arithmetic.
 
-    T rows of a step, S sequences, H heads, K key dimensions, V value dimensions, C channels, N states of a channel
-
-States are fp32 [slots, ...], contiguous, and change in place as `step` says: a sequence begins from its read slot and
-writes its write slot, and the slots of its rows where they have one (`StateStep`). Rows are those of a flattened step;
-rows of no sequence give zeros. Results do not depend on how a prompt is cut into steps, nor on what else is in one.
-A step that does not fit its slots raises ValueError, as does one in which a slot that one sequence writes is read or
-written by another.
+What calls hold is said in `kernels.recurrent_call`; all of it is fp32 here, and states are contiguous. Results do not
+depend on how a prompt is cut into steps, nor on what else is in one. `out` is made when None. A step that does not fit
+its slots raises ValueError, as does one in which a slot that one sequence writes is read or written by another.
 """
 
 from __future__ import annotations
@@ -16,6 +12,7 @@ from torch import Tensor
 
 from ktransformers.kernels.cpu.base import WorkerPool, check_tensor, output
 from ktransformers.kernels.extension import extension
+from ktransformers.kernels.recurrent_call import ConvCall, GatedNormCall, ScanCall, SelectiveScanCall
 from ktransformers.kernels.types import Activation, StateStep
 from ktransformers.kernels.untraced import untraced
 
@@ -23,10 +20,9 @@ __all__ = [
     "GATES",
     "causal_conv",
     "delta_gates",
-    "delta_scan",
     "gated_norm",
-    "linear_scan",
     "native_step",
+    "scan_heads",
     "selective_scan",
 ]
 
@@ -67,56 +63,34 @@ def _address(tensor: Tensor | None) -> int:
 
 
 @untraced
-def causal_conv(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    states: Tensor,
-    step: StateStep,
-    activation: str,
-    pool: WorkerPool,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Depthwise causal convolution over each sequence, on the CPU: y[t] = act(bias + sum_w weight[:, w] * x[t - W + 1 +
-    w]).
-
-    x: [T, C], rows may lie apart. weight: [C, W], W <= 8; fastest as the transpose of a
-    contiguous [W, C]. bias: [C] or None. states: [slots, W - 1, C], the inputs
-    before, oldest first. activation: "silu" or "none". Returns [T, C].
-    """
-    if activation not in ("silu", "none"):
-        raise ValueError(f'activation must be "silu" or "none", got {activation!r}')
+def causal_conv(call: ConvCall, pool: WorkerPool, out: Tensor | None = None) -> Tensor:
+    """Run a convolution; fastest where the weight is the transpose of a contiguous [W, C]."""
+    x, weight, states = call.x, call.weight, call.states
+    if call.activation not in ("silu", "none"):
+        raise ValueError(f'activation must be "silu" or "none", got {call.activation!r}')
     check_tensor("weight", weight if weight.is_contiguous() else weight.t(), (None, None))
     channels, width = weight.shape
     if not 1 <= width <= extension.MAX_CONV_WIDTH:
         raise ValueError(f"a convolution must be 1 to {extension.MAX_CONV_WIDTH} wide, got {width}")
     _check_rows("x", x, (None, channels))
-    if bias is not None:
-        check_tensor("bias", bias, (channels,))
+    if call.bias is not None:
+        check_tensor("bias", call.bias, (channels,))
     check_tensor("states", states, (None, width - 1, channels))
     result = output(out, (x.shape[0], channels), x)
     extension.causal_conv(
         pool.handle,
-        native_step(step, x.shape[0], states.shape[0]),
-        (x.data_ptr(), weight.data_ptr(), _address(bias), result.data_ptr(), states.data_ptr()),
+        native_step(call.step, x.shape[0], states.shape[0]),
+        (x.data_ptr(), weight.data_ptr(), _address(call.bias), result.data_ptr(), states.data_ptr()),
         (x.stride(0), channels, width, *weight.stride()),
-        activation == "silu",
+        call.activation == "silu",
     )
     return result
 
 
-def _scan(  # noqa: PLR0913 - what a call of the kernel takes
-    rows: tuple[Tensor, Tensor, Tensor],
-    decay: Tensor,
-    beta: Tensor | None,
-    states: Tensor,
-    step: StateStep,
-    pool: WorkerPool,
-    eps: float | None = None,
-    scale: float = 1.0,
-    out: Tensor | None = None,
-) -> Tensor:
-    q, k, v = rows
+@untraced
+def scan_heads(call: ScanCall, pool: WorkerPool, out: Tensor | None = None) -> Tensor:
+    """Run the gated delta rule, or linear attention with decay."""
+    q, k, v, decay, beta, states = call.q, call.k, call.v, call.decay, call.beta, call.states
     if v.dim() != 3 or q.dim() != 3:
         raise ValueError(f"q, k and v must have 3 dimensions, got {list(q.shape)} and {list(v.shape)}")
     num_rows, heads, dim_v = v.shape
@@ -126,101 +100,43 @@ def _scan(  # noqa: PLR0913 - what a call of the kernel takes
     _check_rows("q", q, (num_rows, key_heads, dim_k))
     _check_rows("k", k, (num_rows, key_heads, dim_k))
     _check_rows("v", v, (num_rows, heads, dim_v))
-    is_per_key = beta is not None and decay.dim() == 3
-    _check_rows("decay", decay, (num_rows, heads, dim_k) if is_per_key else (num_rows, heads))
+    _check_rows("decay", decay, (num_rows, heads, dim_k) if call.is_per_key else (num_rows, heads))
     if beta is not None:
         _check_rows("beta", beta, (num_rows, heads))
     check_tensor("states", states, (None, heads, dim_k, dim_v))
     result = output(out, (num_rows, heads, dim_v), q, k, v)
-    kind = _LINEAR if beta is None else _DELTA_KEYS if is_per_key else _DELTA_HEADS
     extension.scan_heads(
         pool.handle,
-        native_step(step, num_rows, states.shape[0]),
+        native_step(call.step, num_rows, states.shape[0]),
         (q.data_ptr(), k.data_ptr(), v.data_ptr(), decay.data_ptr(), _address(beta), result.data_ptr(),
          states.data_ptr()),
         (q.stride(0), k.stride(0), v.stride(0), decay.stride(0), 0 if beta is None else beta.stride(0)),
         (key_heads, heads, dim_k, dim_v),
-        kind,
-        -1.0 if eps is None else float(eps),
-        float(scale),
+        _LINEAR if beta is None else _DELTA_KEYS if call.is_per_key else _DELTA_HEADS,
+        -1.0 if call.l2norm_eps is None else float(call.l2norm_eps),
+        float(call.scale),
     )  # fmt: skip
     return result
 
 
 @untraced
-def delta_scan(  # noqa: PLR0913 - what a call of the kernel takes
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    states: Tensor,
-    step: StateStep,
-    l2norm_eps: float | None,
-    scale: float,
-    pool: WorkerPool,
-    out: Tensor | None = None,
-) -> Tensor:
-    """The gated delta rule: S = exp(decay) S; S += k (x) (v - k^T S) * beta; o = scale * q^T S.
-
-    q, k: [T, Hk, K], v: [T, H, V], rows may lie apart; head h reads key head h // (H / Hk). decay: in log space, [T, H]
-    (Gated DeltaNet) or [T, H, K] (Kimi Delta Attention). beta: [T, H]. states: [slots, H, K, V]. l2norm_eps: q and k
-    become x / sqrt(sum(x^2) + eps) first. Returns [T, H, V].
-    """
-    return _scan((q, k, v), decay, beta, states, step, pool, l2norm_eps, scale, out)
-
-
-@untraced
-def linear_scan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    states: Tensor,
-    step: StateStep,
-    pool: WorkerPool,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Linear attention with decay: S = exp(decay) S + k (x) v; o = q^T S (Mamba-2, lightning attention).
-
-    q, k: [T, Hk, K], v: [T, H, V], rows may lie apart; head h reads key head h // (H / Hk). decay: [T, H], in log
-    space. states: [slots, H, K, V]. Returns [T, H, V].
-    """
-    return _scan((q, k, v), decay, None, states, step, pool, out=out)
-
-
-@untraced
-def selective_scan(  # noqa: PLR0913 - what a call of the kernel takes
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    states: Tensor,
-    step: StateStep,
-    pool: WorkerPool,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Mamba's scan: S = exp(dt * A) S + (dt * x) B; y = C S + D x, channel by channel.
-
-    x, dt: [T, C]; b, c: [T, N]; rows may lie apart. a: [C, N] (negative), d: [C] or None. states: [slots, C, N].
-    Returns [T, C].
-    """
+def selective_scan(call: SelectiveScanCall, pool: WorkerPool, out: Tensor | None = None) -> Tensor:
+    """Run Mamba's scan."""
+    x, dt, a, b, c, states = call.x, call.dt, call.a, call.b, call.c, call.states
     check_tensor("a", a, (None, None))
     channels, size = a.shape
     _check_rows("x", x, (None, channels))
     _check_rows("dt", dt, (x.shape[0], channels))
     _check_rows("b", b, (x.shape[0], size))
     _check_rows("c", c, (x.shape[0], size))
-    if d is not None:
-        check_tensor("d", d, (channels,))
+    if call.d is not None:
+        check_tensor("d", call.d, (channels,))
     check_tensor("states", states, (None, channels, size))
     result = output(out, (x.shape[0], channels), x, dt, b, c)
     extension.selective_scan(
         pool.handle,
-        native_step(step, x.shape[0], states.shape[0]),
-        (x.data_ptr(), dt.data_ptr(), a.data_ptr(), b.data_ptr(), c.data_ptr(), _address(d), result.data_ptr(),
+        native_step(call.step, x.shape[0], states.shape[0]),
+        (x.data_ptr(), dt.data_ptr(), a.data_ptr(), b.data_ptr(), c.data_ptr(), _address(call.d), result.data_ptr(),
          states.data_ptr()),
         (x.stride(0), dt.stride(0), b.stride(0), c.stride(0)),
         (channels, size),
@@ -229,29 +145,14 @@ def selective_scan(  # noqa: PLR0913 - what a call of the kernel takes
 
 
 @untraced
-def gated_norm(  # noqa: PLR0913 - what a call of the kernel takes
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    eps: float,
-    pool: WorkerPool,
-    *,
-    group_size: int | None = None,
-    is_gate_first: bool = False,
-    activation: str = "silu",
-    out: Tensor | None = None,
-) -> Tensor:
-    """RMSNorm of groups of columns, times act(gate): weight * norm(x) * act(gate), or weight * norm(x * act(gate)).
-
-    x: [T, D]. gate: [T, D], rows may lie apart. weight: [D], or [group_size] for all groups. group_size: columns that
-    share a mean; None: all. is_gate_first: the second form. activation: "silu" or "sigmoid". Returns [T, D]; out: made
-    when None, may be x.
-    """
-    if activation not in GATES:
-        raise ValueError(f'activation must be "silu" or "sigmoid", got {activation!r}')
+def gated_norm(call: GatedNormCall, pool: WorkerPool, out: Tensor | None = None) -> Tensor:
+    """Run a gated norm. out: may be x."""
+    x, gate, weight = call.x, call.gate, call.weight
+    if call.activation not in GATES:
+        raise ValueError(f'activation must be "silu" or "sigmoid", got {call.activation!r}')
     check_tensor("x", x, (None, None))
     rows, cols = x.shape
-    size = cols if group_size is None else group_size
+    size = cols if call.group_size is None else call.group_size
     if size < 1 or cols % size:
         raise ValueError(f"group_size must divide {cols} columns, got {size}")
     _check_rows("gate", gate, (rows, cols))
@@ -262,9 +163,9 @@ def gated_norm(  # noqa: PLR0913 - what a call of the kernel takes
         (x.data_ptr(), gate.data_ptr(), weight.data_ptr(), result.data_ptr()),
         (rows, cols // size, size),
         (gate.stride(0), size, size if weight.shape == (cols,) else 0),
-        float(eps),
-        is_gate_first,
-        int(GATES[activation]),
+        float(call.eps),
+        call.is_gate_first,
+        int(GATES[call.activation]),
     )
     return result
 

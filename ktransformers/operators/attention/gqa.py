@@ -25,7 +25,7 @@ from ktransformers.kernels import cpu
 from ktransformers.kernels.attention_call import AttentionCall
 from ktransformers.kernels.flashinfer import Shape
 from ktransformers.kernels.triton.attention.paged import attention
-from ktransformers.kernels.triton.attention.rope import rope_to_cache
+from ktransformers.kernels.triton.attention.rope import KvSlots, Rotation, rope_to_cache
 from ktransformers.models.facts import LayerFacts, LayerKind
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.gqa_gpu import GpuCache, GqaParts, gqa_forward
@@ -223,14 +223,9 @@ def _gpu_attention(
     # One kernel writes the cache and makes queries of its rows' type. What is rotated here is rotated already: by 0.
     cos, sin = _zero_angle(device)
     query = rope_to_cache(
-        *rows,
-        cos.expand(num_rows, 1),
-        sin.expand(num_rows, 1),
-        cache.keys,
-        cache.values,
-        context.slot_mapping,
-        rotary_dim=2,
-        scales=cache.scales,
+        rows,
+        Rotation(cos.expand(num_rows, 1), sin.expand(num_rows, 1), rotary_dim=2),
+        KvSlots(cache.keys, cache.values, context.slot_mapping, cache.scales),
         q_out=torch.empty(rows[0].shape, dtype=cache.row_dtype, device=device),
     )
     return _attended(replace(call, q=query), context, topk_positions, attend)

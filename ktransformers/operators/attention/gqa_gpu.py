@@ -14,7 +14,7 @@ from torch import nn
 from ktransformers.cache.paged import Scales
 from ktransformers.kernels.attention_call import AttentionCall
 from ktransformers.kernels.triton.attention.paged import attention
-from ktransformers.kernels.triton.attention.rope import rope_to_cache
+from ktransformers.kernels.triton.attention.rope import HeadNorms, KvSlots, Rotation, rope_to_cache
 from ktransformers.kernels.triton.common.elementwise import gate_heads, rms_norm
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.pictures import attend_pictures
@@ -162,19 +162,9 @@ def _to_cache(
     )
     cos, sin = (part[0, :, : spec.rotary_dim // 2] for part in position_embeddings)
     return rope_to_cache(
-        q,
-        k,
-        v,
-        cos,
-        sin,
-        cache.keys,
-        cache.values,
-        slots,
-        rotary_dim=spec.rotary_dim,
-        is_interleaved=spec.is_interleaved,
-        norm_weights=(weights[0], weights[1]) if weights else None,
-        eps=eps,
-        norms_rotated=place is NormPlace.ROTATED,
-        scales=cache.scales,
+        (q, k, v),
+        Rotation(cos, sin, spec.is_interleaved, rotary_dim=spec.rotary_dim),
+        KvSlots(cache.keys, cache.values, slots, cache.scales),
+        HeadNorms(weights[0], weights[1], eps, is_behind=place is NormPlace.ROTATED) if weights else None,
         q_out=torch.empty(q.shape, dtype=cache.row_dtype, device=cache.keys.device),
     )

@@ -36,7 +36,7 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.attention_call import RowPages, TopkCall
 from ktransformers.kernels.triton.attention.pools import pooled, rows_to_cache
-from ktransformers.kernels.triton.attention.rope import rope_to_cache
+from ktransformers.kernels.triton.attention.rope import KvSlots, Rotation, rope_to_cache
 from ktransformers.kernels.triton.attention.topk_positions import select_topk_positions
 from ktransformers.operators.attention.index_inputs import Angles, IndexInputs, make_inputs
 from ktransformers.operators.attention.pools import PoolStep, in_order, pool_starts, pooled_by_gates
@@ -268,10 +268,11 @@ class KIndexer(WrapperOperator):
             )
         # What is not rotated goes to the cache as "values", which it would anyway: the kernel wants some.
         q = rope_to_cache(
-            q, k, k[..., rotary:], *angles, cache, cache[..., rotary:], context.slot_mapping,
-            rotary_dim=rotary, is_interleaved=spec.is_interleaved,
+            (q, k, k[..., rotary:]),
+            Rotation(*angles, spec.is_interleaved, rotary_dim=rotary),
+            KvSlots(cache, cache[..., rotary:], context.slot_mapping),
             q_out=torch.empty(q.shape, dtype=keys.dtype, device=keys.device),
-        )  # fmt: skip
+        )
         pages = context.pages
         return _Scored(q, pages, pages.room)
 

@@ -18,7 +18,7 @@ from ktransformers.kernels.triton.attention.kv_codes import widen_latents
 from ktransformers.kernels.triton.attention.latent import MAX_LATENT_ROWS, absorb, expand, norm_to_cache
 from ktransformers.kernels.triton.attention.materialized import materialized_attention
 from ktransformers.kernels.triton.attention.mla import mla_attention
-from ktransformers.kernels.triton.attention.rope import latent_to_cache
+from ktransformers.kernels.triton.attention.rope import LatentSlots, Rotation, latent_to_cache
 from ktransformers.kernels.types import RawTensor
 from ktransformers.operators.attention.flash import Attend
 from ktransformers.operators.attention.latent_materialization import WORKSPACE_ALIGN, Materialization, MaterializedBatch
@@ -44,7 +44,7 @@ class LatentStep:
     """Inputs of one layer's latent attention in a step, beside its queries.
 
     compressed: [T, R + P], latent before its norm and shared key. norm: weight [R] and epsilon of the latent's RMSNorm.
-    angles: cos and sin [T, >= P / 2], and whether pairs are interleaved. scales: of a cache of codes, fp32
+    rotation: by cos and sin [T, >= P / 2]. scales: of a cache of codes, fp32
     [slots, 1, 2]. is_cached: the latents are in the cache. attend: over the cache, None for Triton's kernels.
     materialization: rows that attend on expanded keys instead, None for none. workspace: values that keys are expanded
     into, as many as it was chosen for. topk_positions: the positions that rows attend to, None for all. window: most
@@ -53,7 +53,7 @@ class LatentStep:
 
     compressed: torch.Tensor
     norm: tuple[torch.Tensor, float]
-    angles: tuple[torch.Tensor, torch.Tensor, bool]
+    rotation: Rotation
     cache: torch.Tensor
     context: ForwardContext
     scale: float
@@ -65,6 +65,11 @@ class LatentStep:
     topk_positions: TopkPositions | None = None
     window: int = 0
     sinks: torch.Tensor | None = None  # fp32 [H], with nothing expanded
+
+    @property
+    def slots(self) -> LatentSlots:
+        """The slots that the step's latents go to."""
+        return LatentSlots(self.cache, self.context.slot_mapping, self.scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +93,7 @@ class GpuLatent:
     def cache_and_norm(self, step: LatentStep, query: torch.Tensor, norm: tuple[torch.Tensor, float]) -> torch.Tensor:
         """Write a small step's latents to the cache; returns its compressed queries [T, Q] normalized by `norm`."""
         use(step.cache.device)
-        slots = step.context.slot_mapping
-        given = (step.compressed, step.norm, step.angles, step.cache, slots, query, norm)
-        normed = norm_to_cache(*given, scales=step.scales)
+        normed = norm_to_cache(step.compressed, step.norm, step.rotation, step.slots, query, norm)
         assert normed is not None, "there is a query"
         return normed
 
@@ -99,11 +102,10 @@ class GpuLatent:
         use(step.cache.device)
         if step.materialization is not None:
             return self._attend_expanded(q, step, step.materialization)
-        context, is_small = step.context, self.is_small(step)
+        is_small = self.is_small(step)
         if is_small and not step.is_cached:
-            given = (step.compressed, step.norm, step.angles, step.cache, context.slot_mapping)
-            norm_to_cache(*given, scales=step.scales)
-        query = absorb(q, self.k_b, step.angles) if is_small else self._absorbed(q, step)
+            norm_to_cache(step.compressed, step.norm, step.rotation, step.slots)
+        query = absorb(q, self.k_b, step.rotation) if is_small else self._absorbed(q, step)
         if step.attend is not None:
             return self._values(step.attend(query, step.cache, step.cache[..., : self.rank]))
         return self._values(self._attend_latents(query, step, slice(None)))
@@ -148,19 +150,8 @@ class GpuLatent:
 
     def _rotate_and_cache(self, q: torch.Tensor, step: LatentStep, q_out: torch.Tensor) -> None:
         """All rows' rotary queries [T, H, P] to q_out, and their latents to the cache."""
-        cos, sin, is_interleaved = step.angles
-        latent_to_cache(
-            q[..., self.k_b.shape[1] :],
-            step.compressed,
-            *step.norm,
-            cos,
-            sin,
-            step.cache,
-            step.context.slot_mapping,
-            is_interleaved=is_interleaved,
-            scales=step.scales,
-            q_out=q_out,
-        )
+        q_rot = q[..., self.k_b.shape[1] :]
+        latent_to_cache(q_rot, step.compressed, step.norm, step.rotation, step.slots, q_out=q_out)
 
     def _attend_expanded(self, q: torch.Tensor, step: LatentStep, materialization: Materialization) -> torch.Tensor:
         """`attend` where some sequences, or all, have their keys expanded."""

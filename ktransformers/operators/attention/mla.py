@@ -30,6 +30,7 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.attention_call import AttentionCall
 from ktransformers.kernels.flashinfer import LatentShape, Shape
+from ktransformers.kernels.triton.attention.rope import Rotation
 from ktransformers.kernels.types import GroupType, RawTensor
 from ktransformers.kernels.untraced import untraced
 from ktransformers.operators.attention.flash import FlashLayer
@@ -359,7 +360,7 @@ class KMLAAttention(WrapperOperator):
         given: TopkPositions | None,
     ) -> tuple[Any, ...]:
         inner: Any = self.inner
-        angles = self.angles(position_embeddings, forward_context)
+        rotation = Rotation(*self.angles(position_embeddings, forward_context))
         keys, _ = forward_context.cache.layer(self.layer_idx)
         assert self._compressions is not None, f"{self.key} is not settled"
         assert self._latent_norm is not None
@@ -375,7 +376,7 @@ class KMLAAttention(WrapperOperator):
         step = LatentStep(
             compressed,
             (self._norm_weight, self._latent_norm.eps),
-            angles,
+            rotation,
             keys,
             context,
             self.spec.scale,
@@ -402,7 +403,9 @@ class KMLAAttention(WrapperOperator):
         else:
             q = inner.q_b_proj(normed)
         compressed_query = None if normed is None else normed[None]
-        topk_positions = self._selection(hidden_states, compressed_query, angles[:2], forward_context, given)
+        topk_positions = self._selection(
+            hidden_states, compressed_query, (rotation.cos, rotation.sin), forward_context, given
+        )
         step = replace(step, topk_positions=topk_positions)
         self.device.time_part("attention")
         q = self._padded(self._scaled(q.view(-1, self.num_heads, self.spec.head_dim), context))

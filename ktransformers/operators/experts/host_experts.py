@@ -79,7 +79,7 @@ class HostExperts(CopiedExperts):
     """All experts of one layer in the CPU's memory.
 
     weights: as the CPU's kernels take them. Raises ValueError for types that GPU kernels do not read, see
-    `gpu_experts.can_be_copied`, and for experts without a gate.
+    `resident.can_be_copied`, and for experts without a gate.
     """
 
     def __init__(self, weights: ExpertWeights) -> None:

@@ -44,7 +44,7 @@ from ktransformers.kernels.transfer.copies import CopyQueue, Mark
 from ktransformers.kernels.transfer.cuda import StreamDriver
 from ktransformers.kernels.triton.experts.align import AlignedPairs, max_blocks, moe_align
 from ktransformers.kernels.triton.experts.hot import split_pairs, sum_onto
-from ktransformers.kernels.triton.experts.matrices import ExpertMatrices, MoeEpilogue
+from ktransformers.kernels.triton.experts.matrices import ExpertMatrices, MoeEpilogue, MoeMatrices, RoutedRows
 from ktransformers.kernels.triton.experts.moe import moe_blocks
 from ktransformers.kernels.triton.experts.router import Chosen, SlotSplit
 from ktransformers.kernels.triton.experts.workspace import MoeWorkspace, block_rows
@@ -334,7 +334,7 @@ class HotLayer:
         pool, num_experts = self.pool, self.pool.policy.num_experts
         rows = hidden.to(pool.device.matmul_dtype).contiguous()
         weights, pairs = topk_weights.to(torch.float32).contiguous(), ids.numel()
-        gate, up, down = pool.matrices
+        _, up, down = pool.matrices
         block = block_rows(pairs, num_experts)
         aligned = AlignedPairs.allocate(pairs, num_experts, block, rows.device)
         moe_align(ids, num_experts, block, pool.slot_of[self.number], aligned)
@@ -345,7 +345,8 @@ class HotLayer:
             aligned,
         )
         span = (0, max_blocks(pairs, num_experts, block))
-        moe_blocks(rows, ids, weights, gate, up, down, space, span, num_experts, self.epilogue)
+        experts = MoeMatrices(*pool.matrices, self.epilogue)
+        moe_blocks(RoutedRows(rows, ids, weights), experts, space, span, num_experts)
         return HotParts(ids, space.parts, num_experts)
 
     def warm_up(

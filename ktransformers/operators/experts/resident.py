@@ -13,7 +13,7 @@ import torch
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import WorkerPool
-from ktransformers.kernels.triton.experts.matrices import ExpertMatrices, MoeEpilogue
+from ktransformers.kernels.triton.experts.matrices import ExpertMatrices, MoeEpilogue, MoeMatrices, RoutedRows
 from ktransformers.kernels.triton.experts.moe import moe
 from ktransformers.kernels.triton.quant.repack import FP8_COLUMNS, READ_TYPES, GpuLayout, layout_nbytes, repack
 from ktransformers.kernels.types import (
@@ -104,22 +104,17 @@ def _matrices(weights: Sequence[ExpertWeight], device: Device, pool: WorkerPool)
 
 @dataclass(frozen=True, slots=True)
 class GpuExperts:
-    """The routed experts of one layer on a GPU. gate, up: E matrices [I, H]; down: E matrices [H, I]. epilogue:
-    activation and biases.
-    """
+    """The routed experts of one layer on a GPU."""
 
     device: Device
-    gate: ExpertMatrices
-    up: ExpertMatrices
-    down: ExpertMatrices
-    epilogue: MoeEpilogue
+    matrices: MoeMatrices
 
     @classmethod
     def of(cls, weights: ExpertWeights, activation: ActivationSpec, device: Device, pool: WorkerPool) -> GpuExperts:
         """Bring one layer's experts to a GPU."""
         assert weights.gate is not None
         gate, up, down = (_matrices(part, device, pool) for part in (weights.gate, weights.up, weights.down))
-        return cls(device, gate, up, down, MoeEpilogue.of(weights, activation, device.torch_device))
+        return cls(device, MoeMatrices(gate, up, down, MoeEpilogue.of(weights, activation, device.torch_device)))
 
     def forward(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, dtype: torch.dtype
@@ -128,7 +123,8 @@ class GpuExperts:
         `dtype`.
         """
         rows = x.to(self.device.matmul_dtype).contiguous()
-        space = self.device.moe_workspace(rows, topk_ids.shape[1], self.up.slots, self.up, self.down)
+        up, down = self.matrices.up, self.matrices.down
+        space = self.device.moe_workspace(rows, topk_ids.shape[1], up.slots, up, down)
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
-        ids, weights = topk_ids.to(torch.int32).contiguous(), topk_weights.contiguous()
-        return moe(rows, ids, weights, self.gate, self.up, self.down, out, workspace=space, epilogue=self.epilogue)
+        routed = RoutedRows(rows, topk_ids.to(torch.int32).contiguous(), topk_weights.contiguous())
+        return moe(routed, self.matrices, out, workspace=space)

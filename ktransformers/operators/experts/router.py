@@ -75,11 +75,7 @@ class KRouter(WrapperOperator):
     def requirements(self, source: WeightSource) -> Requirements:
         needs, matrix = super().requirements(source), self._matrix_state()
         if matrix is not None:
-            more = matrix.requirements(source)
-            needs.stored_names |= more.stored_names
-            needs.quant_types += [kind for kind in more.quant_types if kind not in needs.quant_types]
-            for device, nbytes in more.nbytes.items():
-                needs.nbytes[device] = needs.nbytes.get(device, 0) + nbytes
+            needs.include(matrix.requirements(source))
         return needs
 
     @override

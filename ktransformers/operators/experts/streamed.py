@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +36,7 @@ from ktransformers.kernels.transfer.async_cpu_experts import AsyncCpuExperts
 from ktransformers.kernels.transfer.copies import CopyQueue
 from ktransformers.kernels.transfer.cuda import StreamDriver
 from ktransformers.kernels.triton.experts.align import moe_align
-from ktransformers.kernels.triton.experts.matrices import ExpertMatrices, MoeEpilogue
+from ktransformers.kernels.triton.experts.matrices import ExpertMatrices, MoeEpilogue, MoeMatrices, RoutedRows
 from ktransformers.kernels.triton.experts.moe import moe_blocks, moe_sum
 from ktransformers.kernels.triton.experts.workspace import MoeWorkspace, block_rows
 from ktransformers.operators.base import ExpertStats
@@ -248,7 +248,7 @@ class ExpertPrefill:
         is_for_cpu = self._begin_cpu(layer, split, counts, len(ids))
         of_gpu = None
         if split.on_gpu:
-            of_gpu = self._compute(layer, hidden, ids, weights, counts, split, groups)
+            of_gpu = self._compute(layer, RoutedRows(hidden, ids, weights), counts, split, groups)
         self._layers[layer].counts = counts
         self._copy_ahead(layer + 1, len(split.passing))
         return PrefillTicket(of_gpu, is_for_cpu, hidden)
@@ -289,7 +289,8 @@ class ExpertPrefill:
         self._cpu.stage(hidden, weights)
         space, _ = self._workspace(ranks, self._parts[0])
         for matrices in self._staging.matrices(host):
-            moe_blocks(rows, ids, weights, *matrices, space, (0, 1), shape.num_experts, self._layers[layer].epilogue)
+            experts = MoeMatrices(*matrices, self._layers[layer].epilogue)
+            moe_blocks(RoutedRows(rows, ids, weights), experts, space, (0, 1), shape.num_experts)
         moe_sum(ranks, torch.empty_like(hidden), space, shape.num_experts)
 
     def collect(self, ticket: PrefillTicket) -> torch.Tensor:
@@ -341,14 +342,7 @@ class ExpertPrefill:
         return choose_split(counts, self.rates, there, coming * self.rates.copy, overhead, held)
 
     def _compute(
-        self,
-        layer: int,
-        hidden: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        counts: npt.NDArray[np.int64],
-        split: Split,
-        groups: Sequence[Group],
+        self, layer: int, routed: RoutedRows, counts: npt.NDArray[np.int64], split: Split, groups: Sequence[Group]
     ) -> torch.Tensor:
         """Launch the GPU's part: copies as buffers become free, the first at once; products of what is held, then of
         what was copied, as it arrives. groups: of those that are there."""
@@ -359,15 +353,15 @@ class ExpertPrefill:
             arriving.append(self._staging.bring(known.host, left.popleft()))
         slots = known.slots()[list(split.held)]
         self._tables.fill([*(group.experts for group in groups), *waiting], split.held, slots)
-        ranks = self._tables.ranks(ids)
-        rows = hidden.to(self.device.matmul_dtype).contiguous()
+        ranks = self._tables.ranks(routed.topk_ids)
+        rows = replace(routed, x=routed.x.to(self.device.matmul_dtype).contiguous())
         blocks = self._row_blocks(ranks, counts)
 
         def multiply(experts: Sequence[int], matrices: tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices]) -> None:
             for one in blocks:
-                span, end = one.span, one.first + int((-(-one.counts[list(experts)] // one.size)).sum())
-                given = rows[span], ids[span], weights[span]
-                moe_blocks(*given, *matrices, one.space, (one.first, end), num_experts, known.epilogue)
+                end = one.first + int((-(-one.counts[list(experts)] // one.size)).sum())
+                there = MoeMatrices(*matrices, known.epilogue)
+                moe_blocks(rows.of(one.span), there, one.space, (one.first, end), num_experts)
                 one.first = end
 
         if known.held is not None:
@@ -379,7 +373,7 @@ class ExpertPrefill:
             self._staging.done(group)
             if left:
                 arriving.append(self._staging.bring(known.host, left.popleft()))
-        out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+        out = torch.empty_like(routed.x, memory_format=torch.contiguous_format)
         for one in blocks:
             moe_sum(ranks[one.span], out[one.span], one.space, num_experts)
         return out
@@ -436,7 +430,7 @@ class ExpertPrefill:
         where = self.device.torch_device
         ids = (torch.arange(tokens * shape.top_k, dtype=torch.int32, device=where) % count).view(tokens, -1)
         rows = torch.zeros(tokens, shape.hidden_size, dtype=self.device.matmul_dtype, device=where)
-        weights = torch.ones(ids.shape, device=where)
+        routed = RoutedRows(rows, ids, torch.ones(ids.shape, device=where))
         self._tables.fill([group.experts])
         self._copies.compute_waits(group.ready)
         best, counts = float("inf"), np.bincount(ids.cpu().numpy().ravel(), minlength=count)
@@ -444,7 +438,7 @@ class ExpertPrefill:
             space, block = self._workspace(self._tables.ranks(ids), self._parts[0])
             span = (0, int((-(-counts // block)).sum()))
             begin = self._copies.compute_mark()
-            moe_blocks(rows, ids, weights, *group.matrices, space, span, shape.num_experts, epilogue)
+            moe_blocks(routed, MoeMatrices(*group.matrices, epilogue), space, span, shape.num_experts)
             end = self._copies.compute_mark()
             self._copies.synchronize(end)
             best = min(best, self._copies.seconds_between(begin, end))

@@ -40,11 +40,11 @@ __all__ = [
     "check_calls",
     "decoder_layers",
     "failing_module",
-    "hand_contexts_down",
-    "hand_contexts_on",
-    "hand_on",
     "keep_attention_type",
     "layer_list",
+    "pass_context",
+    "pass_context_to_attention",
+    "pass_context_to_layers",
     "probe_context",
     "probe_logits",
     "trace_step",
@@ -150,23 +150,23 @@ def keep_attention_type(stand_in: nn.Module, layer: nn.Module) -> None:
             setattr(stand_in, name, getattr(layer, name))
 
 
-def hand_contexts_on(model: nn.Module) -> int:
+def pass_context_to_attention(model: nn.Module) -> int:
     """Pass attention the step's context in layers that do not pass their keywords on; return how many layers do not.
 
     model: with its operators in place.
     """
     layers = [layer for layer in decoder_layers(model) if keeps_keywords(layer)]
     for layer in layers:
-        hand_on(layer, [layer.get_submodule("self_attn")])
+        pass_context(layer, [layer.get_submodule("self_attn")])
     return len(layers)
 
 
-def hand_contexts_down(model: nn.Module) -> None:
+def pass_context_to_layers(model: nn.Module) -> None:
     """Pass layers the step's context in models that do not pass their keywords on."""
-    hand_on(model, decoder_layers(model))
+    pass_context(model, decoder_layers(model))
 
 
-def hand_on(module: nn.Module, inner: Iterable[nn.Module]) -> None:
+def pass_context(module: nn.Module, inner: Iterable[nn.Module]) -> None:
     """Pass the context that `module` is given to modules that run inside of it and are not handed its keywords: not all
     layers of `transformers` hand them down.
     """

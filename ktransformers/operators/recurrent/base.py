@@ -81,11 +81,7 @@ class RecurrentOperator(WrapperOperator):
     def requirements(self, source: WeightSource) -> Requirements:
         needs = Requirements()
         for state in self._states():
-            part = state.requirements(source)
-            needs.stored_names |= part.stored_names
-            needs.quant_types += [kind for kind in part.quant_types if kind not in needs.quant_types]
-            for device, nbytes in part.nbytes.items():
-                needs.nbytes[device] = needs.nbytes.get(device, 0) + nbytes
+            needs.include(state.requirements(source))
         return needs
 
     @override

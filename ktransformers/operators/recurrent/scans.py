@@ -1,7 +1,5 @@
 """The scans of recurrent layers, wherever their layer is: native on the CPU, Triton on a GPU.
 
-    T rows, S sequences of a step; Hk, Hv key and value heads, K, V their sizes; slots of a state, see StateStep
-
 What every kernel has to agree with, row by row, is kernels/reference_recurrent.py. Knows tensors and steps, not layers.
 """
 
@@ -9,17 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 from torch import Tensor
 
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.cpu import recurrent as cpu_kernels
+from ktransformers.kernels.recurrent_call import ConvCall, GatedNormCall, ScanCall, SelectiveScanCall
 from ktransformers.kernels.triton.recurrent import launch as gpu_kernels
 from ktransformers.kernels.types import StateStep
 from ktransformers.operators.device import Device, use
 
 __all__ = ["Scans"]
+
+CallT = TypeVar("CallT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,60 +33,44 @@ class Scans:
     device: Device
     pool: WorkerPool | None
 
-    def _run(self, name: str, tensors: tuple[Any, ...], **options: Any) -> Tensor:
-        """Run the kernel of this name, which both modules have under the same arguments."""
+    def _run(
+        self, call: CallT, on_cpu: Callable[[CallT, WorkerPool], Tensor], on_gpu: Callable[[CallT], Tensor]
+    ) -> Tensor:
         if self.device.is_gpu:
             use(self.device.torch_device)
-            on_gpu: Callable[..., Tensor] = getattr(gpu_kernels, name)
-            return on_gpu(*tensors, **options)
-        on_cpu: Callable[..., Tensor] = getattr(cpu_kernels, name)
-        return on_cpu(*tensors, **options, pool=self.pool)
+            return on_gpu(call)
+        assert self.pool is not None, "scans that are only planned"
+        return on_cpu(call, self.pool)
 
     def causal_conv(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, conv: Tensor, step: StateStep, activation: str
     ) -> Tensor:
-        """Depthwise causal convolution, y[t] = act(bias + sum_w weight[:, w] x[t - W + 1 + w]): x [T, C], weight [C,
-        W], conv [slots, W - 1, C].
-
-        activation: "silu" or "none".
-        """
-        return self._run("causal_conv", (x, weight, bias, conv, step), activation=activation)
+        """Depthwise causal convolution, see ConvCall."""
+        call = ConvCall(x, weight, bias, conv, step, activation)
+        return self._run(call, cpu_kernels.causal_conv, gpu_kernels.causal_conv)
 
     def delta_scan(
         self, qkv: tuple[Tensor, Tensor, Tensor], decay: Tensor, beta: Tensor, recurrent: Tensor, step: StateStep
     ) -> Tensor:
-        """The gated delta rule, S = exp(decay) S; S += k (v - k S) beta; o = K^-0.5 q S, with q and k of length 1: [T,
-        Hv, V].
-
-        qkv: [T, Hk, K] twice and [T, Hv, V]; decay [T, Hv] or [T, Hv, K]; beta [T, Hv]; recurrent [slots, Hv, K, V].
-        """
-        scale = qkv[0].shape[-1] ** -0.5
-        return self._run("delta_scan", (*qkv, decay, beta, recurrent, step), l2norm_eps=1e-6, scale=scale)
+        """The gated delta rule with q and k of length 1, and q scaled by K^-0.5, see ScanCall."""
+        call = ScanCall(*qkv, decay, beta, recurrent, step, l2norm_eps=1e-6, scale=qkv[0].shape[-1] ** -0.5)
+        return self._run(call, cpu_kernels.scan_heads, gpu_kernels.scan_heads)
 
     def linear_scan(
         self, qkv: tuple[Tensor, Tensor, Tensor], decay: Tensor, recurrent: Tensor, step: StateStep
     ) -> Tensor:
-        """Linear attention with decay, S = exp(decay) S + k v; o = q S: [T, H, P].
-
-        qkv: q and k [T, G, K], of H / G neighbouring heads each, and v [T, H, P]; decay [T, H]; recurrent
-        [slots, H, K, P].
-        """
-        return self._run("linear_scan", (*qkv, decay, recurrent, step))
+        """Linear attention with decay, see ScanCall."""
+        return self._run(ScanCall(*qkv, decay, None, recurrent, step), cpu_kernels.scan_heads, gpu_kernels.scan_heads)
 
     def selective_scan(self, rows: tuple[Tensor, ...], a: Tensor, d: Tensor, states: Tensor, step: StateStep) -> Tensor:
-        """Mamba's scan, S = exp(dt A) S + dt x B; o = C S + D x: [T, C].
-
-        rows: x and dt [T, C], B and C [T, N]; a [C, N], d [C]; states [slots, C, N].
-        """
+        """Mamba's scan, see SelectiveScanCall. rows: x, dt, B and C."""
         x, dt, b, c = rows
-        return self._run("selective_scan", (x, dt, a, b, c, d, states, step))
+        call = SelectiveScanCall(x, dt, a, b, c, d, states, step)
+        return self._run(call, cpu_kernels.selective_scan, gpu_kernels.selective_scan)
 
     def gated_norm(
         self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, group_size: int, form: tuple[bool, str]
     ) -> Tensor:
-        """RMSNorm in groups of columns and a gate: x, gate [N, D], weight [D].
-
-        form: whether the gate comes before the norm, and its activation, "silu" or "sigmoid".
-        """
-        options = {"eps": eps, "is_gate_first": form[0], "group_size": group_size, "activation": form[1]}
-        return self._run("gated_norm", (x, gate, weight), **options)
+        """RMSNorm in groups of columns and a gate, see GatedNormCall. form: its is_gate_first and activation."""
+        call = GatedNormCall(x, gate, weight, eps, group_size, *form)
+        return self._run(call, cpu_kernels.gated_norm, gpu_kernels.gated_norm)

@@ -103,7 +103,7 @@ def plan_needs(model: ToPlan) -> ModelNeeds:
         machine = hardware.machine
         with on_one_thread():
             planner = Planner(opened, None, CachePlan.of(opened, model.max_batch_size, model.page_size))
-            planned, _ = planner.settle(replace(hardware, machine=_limited(machine, model)))
+            planned, _ = planner.plan(replace(hardware, machine=_limited(machine, model)))
     except KTransformersError as error:
         return ModelNeeds(error=str(error))
     misfit = planned.plan.misfit()

@@ -16,7 +16,7 @@ from ktransformers.engine.api.batch_loop import BatchLoop, EngineRequest
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load import builder
 from ktransformers.engine.sequence.outputs import PromptReader
-from ktransformers.engine.step.paged import PagedExecutor
+from ktransformers.engine.step.executor import PagedExecutor
 from ktransformers.errors import ConfigError, ContextLengthError, EngineError
 from ktransformers.scheduler.records import SchedulerStats, StepPlan, StepResult
 from tests.support.engines.stepping import Stepping

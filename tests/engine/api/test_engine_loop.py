@@ -207,7 +207,7 @@ def test_what_is_delivered_is_handed_over_before_a_call_and_at_the_end(
 
 def test_the_experts_of_steps_are_not_kept_for_news_that_nobody_takes(make: Make) -> None:
     engine = fake()
-    engine.executor._expert_counts, engine.executor._take_counts = lambda: (4, 1, 4), lambda: b"a count."
+    engine.executor.experts.take_counts = lambda: ((4, 1, 4), b"a count.")  # type: ignore[method-assign]
     made = make(lambda report: engine)
     made.loop.post(added("a"))
     assert made.answer("a") == naive(PROMPT, 6)

@@ -17,7 +17,7 @@ from ktransformers.core import Constraint, ConstraintKind, SamplingParams
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.sequence.outputs import RequestOutput
-from ktransformers.engine.step.paged import PagedExecutor
+from ktransformers.engine.step.executor import PagedExecutor
 from ktransformers.scheduler.drafting.row_costs import RowCosts
 from tests.support.engines.known_drafts import told
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config

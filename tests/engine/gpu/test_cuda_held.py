@@ -15,9 +15,9 @@ from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import Hardware, build_engine
 from ktransformers.engine.sampling.logits_request import RequestedLogits
 from ktransformers.engine.step.cuda_graphs import StepLatch
+from ktransformers.engine.step.executor import PagedExecutor
 from ktransformers.engine.step.graph_sizes import GRAPH_ROWS
 from ktransformers.engine.step.logits_fetch import LogitsFetch
-from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.errors import EngineError
 from ktransformers.kernels.transfer.cuda import CudaDriver

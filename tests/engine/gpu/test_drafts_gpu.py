@@ -20,9 +20,9 @@ from ktransformers.engine.api.batch_loop import BatchLoop
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import Engine, build_engine, plan_model
 from ktransformers.engine.sampling.logits_request import BEST_TOKEN, StepLogits
+from ktransformers.engine.step.executor import PagedExecutor
 from ktransformers.engine.step.graph_sizes import DRAFT_ROWS
 from ktransformers.engine.step.logits_fetch import LogitsFetch
-from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.kernels.transfer.async_cpu_experts import AsyncCpuExperts
 from ktransformers.scheduler.drafting import planner
 from ktransformers.scheduler.drafting.acceptance import AcceptanceRates

@@ -17,9 +17,9 @@ from ktransformers.engine.api.generate import prefill_and_generate
 from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.step.decode import DecodeSteps
 from ktransformers.engine.step.decode_inputs import StaticInputs
+from ktransformers.engine.step.executor import PagedExecutor
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.layout import StepLayout
-from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.errors import EngineError, KTransformersError
 from ktransformers.scheduler.records import StepPlan, StepResult

@@ -11,6 +11,7 @@ import pytest
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load import stages
 from ktransformers.engine.load.builder import Engine, LoadedModel, build_engine, plan_model
+from ktransformers.engine.load.graphs import StepGraphs
 from ktransformers.engine.model.opened import open_model
 from ktransformers.kernels.cpu import WorkerPool
 from tests.support.engines.one_sequence import static_engine
@@ -61,7 +62,7 @@ def test_what_was_started_is_stopped_when_loading_fails(monkeypatch: pytest.Monk
         raise RuntimeError("no graphs")
 
     monkeypatch.setattr(stages, "WorkerPool", Watched)
-    monkeypatch.setattr(stages, "prepare_decode", fail)
+    monkeypatch.setattr(StepGraphs, "prepare", fail)
     monkeypatch.setattr("ktransformers.operators.device.Devices.close", lambda self: closed.append("devices"))
     with pytest.raises(RuntimeError, match="no graphs"):
         static_engine(EngineConfig(gguf_path=DEMO, cpu_infer=1, cache_lens=64))

@@ -13,7 +13,7 @@ import torch
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.core import FinishReason, SamplingParams
-from ktransformers.engine.step.paged import PagedExecutor
+from ktransformers.engine.step.executor import PagedExecutor
 from ktransformers.errors import ConfigError
 from ktransformers.media.records import MediaItem
 from tests.support.engines.paged_loop import Answer, PagedLoop, scheduler_config

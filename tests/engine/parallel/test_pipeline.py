@@ -24,7 +24,7 @@ from ktransformers.engine.parallel.ranks.driver import Driver
 from ktransformers.engine.parallel.ranks.messages import Begin, Captured, Start
 from ktransformers.engine.parallel.ranks.ranks import Worker
 from ktransformers.engine.plan.cache_plan import CachePlan
-from ktransformers.engine.step.context import paged_context
+from ktransformers.engine.step.context import ForwardBatch, paged_context
 from ktransformers.errors import ConfigError, StageLostError, UnsupportedError
 from ktransformers.operators.layers.native_stack import NativeStack
 from tests.support.engines.cut_models import BF16, HARDWARE, detect_bf16
@@ -115,7 +115,8 @@ def test_stages_replay_their_steps_and_give_hidden_states(tmp_path: Path, monkey
         ids, table = IDS[slice(*at)], [np.arange(4, dtype=np.int32)]
         row = step_row(1, ids, at[0], [0, 1, 2, 3], read_slot=-1, write_slot=0)
         positions, context = paged_context(part.cache, part.pool, [row], table)
-        part.runner.follow(torch.tensor(ids), positions, context, torch.tensor([len(ids) - 1]), is_padded=False)
+        batch = ForwardBatch(torch.tensor(ids), positions, context, torch.tensor([len(ids) - 1]))
+        part.runner.follow(batch, is_padded=False)
         assert graphs.replays == replays
         assert given[-1].shape == (1, len(ids), want.shape[-1])
     worker.close()
@@ -134,10 +135,10 @@ def test_steps_that_no_pipe_holds(tmp_path: Path) -> None:
         runner: Any = engine.executor.runner  # type: ignore[attr-defined]
         row = step_row(1, ids, 0, table, read_slot=-1, write_slot=0)
         positions, context = paged_context(engine.cache, engine.pool, [row], [np.array(table, dtype=np.int32)])
-        inputs = torch.tensor(ids), positions, context, torch.tensor([len(ids) - 1])
-        runner.begin(*inputs)
-        runner.begin(*inputs)
-        assert torch.equal(runner.step(*inputs).clone(), runner.step(*inputs))
+        batch = ForwardBatch(torch.tensor(ids), positions, context, torch.tensor([len(ids) - 1]))
+        runner.begin(batch)
+        runner.begin(batch)
+        assert torch.equal(runner.step(batch).clone(), runner.step(batch))
 
 
 def test_bounds_are_the_best_there_are() -> None:

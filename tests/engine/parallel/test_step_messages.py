@@ -10,6 +10,7 @@ import torch
 
 from ktransformers.core import Phase
 from ktransformers.engine.parallel.ranks.messages import Regroup, Step, decode, encode
+from ktransformers.engine.step.context import ForwardBatch
 from ktransformers.kernels.types import StateStep
 from ktransformers.operators.context import ForwardContext, PictureRows
 
@@ -34,10 +35,11 @@ def test_a_step_is_the_same_behind_the_pipe(rows: int, seqs: int, pages: int, ke
     table = numbers(seqs, pages + 1)[:, :pages]  # rows that do not touch
     context = ForwardContext(cache, cache, phase, 64, longs(rows), numbers(rows), kv_lens, table, states)
     ids, positions, keep = longs(rows), longs(rows), longs(kept)
-    message = decode(encode(Step.of(ids, positions, context, keep, True)), Step | Regroup)
+    message = decode(encode(Step.of(ForwardBatch(ids, positions, context, keep), True)), Step | Regroup)
     assert message.is_padded
-    got_ids, got_positions, got, got_keep = message.inputs(cache, cache)
-    for one, other in ((got_ids, ids), (got_positions, positions), (got_keep, keep)):
+    batch = message.batch(cache, cache)
+    got = batch.context
+    for one, other in ((batch.token_ids, ids), (batch.positions, positions), (batch.keep, keep)):
         assert torch.equal(one, other)
     for name in ("slot_mapping", "seq_ids", "kv_lens", "block_table"):
         assert torch.equal(getattr(got, name), getattr(context, name)), name
@@ -61,9 +63,10 @@ def test_pictures_come_along(is_whole: bool, num_rows: int) -> None:
         cache, cache, Phase.PREFILL, 64, longs(9), numbers(9), numbers(9), numbers(1, 2), pictures=shown
     )
     positions = longs(9) if is_whole else numbers(3, 9, dtype=torch.int64)
-    message = decode(encode(Step.of(longs(9), positions, context, longs(2), False)), Step | Regroup)
-    _, got_positions, got, _ = message.inputs(cache, cache)
-    assert torch.equal(got_positions, positions)
+    message = decode(encode(Step.of(ForwardBatch(longs(9), positions, context, longs(2)), False)), Step | Regroup)
+    batch = message.batch(cache, cache)
+    got = batch.context
+    assert torch.equal(batch.positions, positions)
     assert got.pictures is not None
     assert (got.turned is None) == (positions.dim() == 2)
     for one in fields(PictureRows):

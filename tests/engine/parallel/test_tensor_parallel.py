@@ -20,7 +20,7 @@ from ktransformers.engine.parallel.ranks.parallel_strategy import TensorParallel
 from ktransformers.engine.parallel.ranks.ranks import ResolvedPlan, Worker
 from ktransformers.engine.parallel.tensor_parallel.cut import cut_model
 from ktransformers.engine.parallel.tensor_parallel.group import TensorGroup
-from ktransformers.engine.step.context import paged_context
+from ktransformers.engine.step.context import ForwardBatch, paged_context
 from ktransformers.errors import CapacityError, ConfigError, EngineError, KTransformersError, UnsupportedError
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.experts.paths.resident import ResidentPath
@@ -58,7 +58,8 @@ def logits(engine: Engine, ids: list[int], start: int, slots: tuple[int, int]) -
     """Of `ids` at positions from `start` on, in pages 0 .. 3."""
     row = step_row(1, ids, start, [0, 1, 2, 3], read_slot=slots[0], write_slot=slots[1])
     positions, context = paged_context(engine.cache, engine.pool, [row], [np.arange(4, dtype=np.int32)])
-    return engine.executor.runner.step(torch.tensor(ids), positions, context, torch.arange(len(ids))).clone()  # type: ignore[attr-defined]
+    batch = ForwardBatch(torch.tensor(ids), positions, context, torch.arange(len(ids)))
+    return engine.executor.runner.step(batch).clone()  # type: ignore[attr-defined]
 
 
 @pytest.mark.every(4)

@@ -22,8 +22,8 @@ from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
 from ktransformers.core import Constraint, ConstraintKind, FinishReason, ReasoningSpec, SamplingParams, TokenEvent
 from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.sampling.constraints import AnswerMask, mask_of
+from ktransformers.engine.step.executor import PagedExecutor
 from ktransformers.engine.step.forward import ForwardPass
-from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.errors import ConfigError, KTransformersError
 from ktransformers.tokenizer import Tokenizer, load_tokenizer

@@ -11,7 +11,8 @@ import torch
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.core import SamplingParams
-from ktransformers.engine.step.paged import PagedExecutor
+from ktransformers.engine.step.context import ForwardBatch
+from ktransformers.engine.step.executor import PagedExecutor
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.context import ForwardContext
 from ktransformers.scheduler.records import NewSequence, ScheduledSequence, StepPlan
@@ -33,12 +34,11 @@ class Recorder:
         self.contexts: list[ForwardContext] = []
         self.begun: list[torch.Tensor] = []
 
-    def begin(self, token_ids: torch.Tensor, *_: object) -> None:
-        self.begun.append(token_ids)
+    def begin(self, batch: ForwardBatch) -> None:
+        self.begun.append(batch.token_ids)
 
-    def reduced_step(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, keep: torch.Tensor, needs: Any
-    ) -> torch.Tensor:
+    def reduced_step(self, batch: ForwardBatch, needs: Any) -> torch.Tensor:
+        token_ids, positions, context, keep = batch.token_ids, batch.positions, batch.context, batch.keep
         self.contexts.append(context)
         names = ("slot_mapping", "seq_ids", "kv_lens", "block_table")
         numbers = {name: getattr(context, name).tolist() for name in names}

@@ -13,8 +13,8 @@ import torch
 from ktransformers.cache.paged import PagedCache
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
+from ktransformers.engine.step.executor import PagedExecutor
 from ktransformers.engine.step.forward import ForwardPass
-from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.engine.step.runner import ModelRunner
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
 from tests.support.engines.sequential import Session

@@ -22,8 +22,8 @@ from ktransformers.cache.paged import PagedCache
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.load.builder import build_engine
+from ktransformers.engine.step.executor import PagedExecutor
 from ktransformers.engine.step.forward import ForwardPass
-from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.errors import ConfigError, RuleError, TensorMismatchError, UnsupportedError
 from ktransformers.models.ngram_hash import hash_multipliers

@@ -18,6 +18,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import Phase, SamplingParams
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import plan_model
+from ktransformers.engine.step.context import ForwardBatch
 from ktransformers.errors import ConfigError, RuleError, UnsupportedError
 from ktransformers.operators.attention.indexer import KIndexer, log_dense
 from ktransformers.operators.context import ForwardContext
@@ -96,7 +97,8 @@ def test_two_packed_sequences_equal_each_alone(model_type: str) -> None:
         kv_lens=(positions + 1).to(torch.int32),
         block_table=table,
     )
-    packed = runner.steps.step(torch.tensor(first + second), positions, context, torch.arange(sum(lengths)))
+    ids = torch.tensor(first + second)
+    packed = runner.steps.step(ForwardBatch(ids, positions, context, torch.arange(sum(lengths))))
     assert torch.equal(packed, torch.cat(alone))
 
 

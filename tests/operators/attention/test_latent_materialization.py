@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ktransformers.core import Phase
+from ktransformers.kernels.triton.attention.rope import Rotation
 from ktransformers.operators.attention.latent_gpu import GpuLatent, LatentStep
 from ktransformers.operators.attention.latent_materialization import (
     EXPANSION_NBYTES,
@@ -134,14 +135,14 @@ def step_of(dims, sequences, page_size, dtype, device):
     angles = torch.rand(num_rows, dims.rope // 2, generator=generator).to(device) * 6
     norm = (torch.rand(dims.rank, generator=generator).to(device, dtype) + 0.5, 1e-6)
     cache, compressed = made(num_slots, 1, dims.rank + dims.rope), made(num_rows, dims.rank + dims.rope)
-    step = LatentStep(compressed, norm, (angles.cos(), angles.sin(), True), cache, context.on(device), 0.2)
+    step = LatentStep(compressed, norm, Rotation(angles.cos(), angles.sin(), True), cache, context.on(device), 0.2)
     return gpu, made(num_rows, dims.num_heads, dims.nope + dims.rope), step, context
 
 
 def defined(gpu, q, step):
     """[T, H, V] in fp64 by the expanded form's definition, row by row. The step's latents are in the cache already."""
     k_b, v_b, q, cache = (x.double().cpu() for x in (gpu.k_b, gpu.v_b, q, step.cache[:, 0]))
-    cos, sin = (x.double().cpu() for x in step.angles[:2])
+    cos, sin = (x.double().cpu() for x in (step.rotation.cos, step.rotation.sin))
     nope, rank = k_b.shape[1:]
     a, b = q[..., nope::2], q[..., nope + 1 :: 2]
     q_rot = torch.cat((a * cos[:, None] - b * sin[:, None], b * cos[:, None] + a * sin[:, None]), -1)

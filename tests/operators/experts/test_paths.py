@@ -293,6 +293,7 @@ def test_layers_with_other_matrices_on_the_gpu_launch_other_kernels(make: Make) 
     path = experts_of(engine)[-1].path(ResidentPath)
     assert path is not None
     assert path.experts is not None
-    assert path.experts.down.layout is not GpuLayout.ROWS
-    path.experts = replace(path.experts, down=replace(path.experts.down, layout=GpuLayout.ROWS))
+    assert path.experts.matrices.down.layout is not GpuLayout.ROWS
+    down = replace(path.experts.matrices.down, layout=GpuLayout.ROWS)
+    path.experts = replace(path.experts, matrices=replace(path.experts.matrices, down=down))
     assert layer_kinds(model, engine.plan, shapes) == [0] * (len(shapes) - 1) + [1]

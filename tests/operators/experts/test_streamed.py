@@ -28,7 +28,7 @@ from tests.support.engines.inline_device import EagerCopies, InlineDriver, LazyC
 pytest.importorskip("triton")
 
 from ktransformers.engine.step.expert_streaming import cuda_tools, open_prefill
-from ktransformers.kernels.triton.experts.matrices import ExpertMatrices, MoeEpilogue
+from ktransformers.kernels.triton.experts.matrices import ExpertMatrices, MoeEpilogue, MoeMatrices, RoutedRows
 from ktransformers.kernels.triton.experts.moe import moe
 from ktransformers.kernels.triton.quant.repack import GpuLayout
 from ktransformers.operators.experts import streamed as expert_prefill
@@ -143,7 +143,7 @@ def all_on_gpu(kernel: MoeKernel, x: torch.Tensor, ids: torch.Tensor, weights: t
     parts = (kernel.weights.gate, kernel.weights.up, kernel.weights.down)
     out = torch.empty_like(x)
     epilogue = MoeEpilogue.of(kernel.weights, kernel.activation, x.device)
-    return moe(x.half(), ids.int(), weights, *(whole(part) for part in parts), out, epilogue=epilogue)
+    return moe(RoutedRows(x.half(), ids.int(), weights), MoeMatrices(*map(whole, parts), epilogue), out)
 
 
 def check(got: torch.Tensor, kernel: MoeKernel, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:

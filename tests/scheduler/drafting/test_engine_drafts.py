@@ -14,7 +14,7 @@ from ktransformers.scheduler.drafting.acceptance import AcceptanceRates
 from ktransformers.scheduler.drafting.engine_drafts import EngineDrafts
 from ktransformers.scheduler.drafting.prompt_lookup import PromptLookup
 from ktransformers.scheduler.drafting.row_costs import DraftCost, ObserveCost
-from ktransformers.scheduler.records import UNKNOWN
+from ktransformers.scheduler.records import UNKNOWN, StepResult
 from tests.support.servers.fake_engine import (
     VOCAB_SIZE,
     FakeEngine,
@@ -70,7 +70,9 @@ class Guessing(Loop):
         self.total += elapsed
         self.has_drafted = draft_seconds > 0
         step_id, results, tiers = self.results.pop(0)
-        updates = self.scheduler.commit(step_id, results, (), tiers, elapsed, elapsed, draft_seconds, observe_seconds)
+        seconds = {"seconds": elapsed, "draft_seconds": draft_seconds, "observe_seconds": observe_seconds}
+        result = StepResult(step_id=step_id, results=results, tiers=tiers, **seconds)
+        updates = self.scheduler.commit(result, elapsed)
         self.scheduler.check_integrity()
         for update in updates:
             self.hear(update)

@@ -9,6 +9,7 @@ import pytest
 
 from ktransformers.scheduler.drafting import planner
 from ktransformers.scheduler.drafting.prompt_lookup import PromptLookup
+from ktransformers.scheduler.records import StepResult
 from ktransformers.scheduler.scheduler import Scheduler
 from tests.support.servers.fake_engine import Loop, make_config, make_request, next_token
 
@@ -23,7 +24,9 @@ class Timed(Loop):
     def commit(self):  # type: ignore[no-untyped-def]
         (step,) = [step for step in self.scheduler._in_flight if step.step_id == self.results[0][0]]
         step_id, results, tiers = self.results.pop(0)
-        updates = self.scheduler.commit(step_id, results, (), tiers, elapsed=self.seconds(step.num_rows))
+        updates = self.scheduler.commit(
+            StepResult(step_id=step_id, results=results, tiers=tiers), self.seconds(step.num_rows)
+        )
         for update in updates:
             self.hear(update)
         return updates

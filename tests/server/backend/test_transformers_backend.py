@@ -18,6 +18,7 @@ from ktransformers.engine.api.batch_loop import BatchLoop, EngineRequest
 from ktransformers.engine.api.generate import prefill_and_generate
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.reference import ReferenceRunner, build_reference_engine
+from ktransformers.engine.step.context import ForwardBatch
 from ktransformers.errors import UnsupportedError
 from ktransformers.operators.context import ForwardContext
 from ktransformers.system.shipped_rules import shipped_path
@@ -34,7 +35,7 @@ def forward(runner: ReferenceRunner, ids: Sequence[int], prefix: Sequence[int] =
     """The logits of the last of `ids`, which stand behind a prefix."""
     runner.prefix, context = list(prefix), Mock(spec=ForwardContext)
     positions = torch.arange(len(prefix), len(prefix) + len(ids))
-    return runner.reduced_step(torch.tensor(ids), positions, context, torch.tensor([len(ids) - 1]), None)
+    return runner.reduced_step(ForwardBatch(torch.tensor(ids), positions, context, torch.tensor([len(ids) - 1])), None)
 
 
 def test_answers_are_those_of_generate() -> None:

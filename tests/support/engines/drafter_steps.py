@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
-from torch import Tensor
 
 from ktransformers.engine.drafting.drafter import ModelDrafter
 from ktransformers.engine.load.builder import Engine
 from ktransformers.engine.sampling.logits_request import StepLogits
+from ktransformers.engine.step.context import ForwardBatch
 from ktransformers.engine.step.runner import ModelRunner
-from ktransformers.operators.context import ForwardContext
 from ktransformers.scheduler.drafting.planner import DraftPlanner
 from ktransformers.scheduler.drafting.prompt_lookup import PromptLookup
 from ktransformers.scheduler.drafting.row_costs import RowCosts
@@ -50,18 +49,16 @@ class DrafterSteps:
         step, launch_held = runner.reduced_step, runner.launch_held
         launched_before = [0]  # of the step to come
 
-        def held(token_ids: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor) -> bool:
-            is_held = launch_held(token_ids, positions, context, keep)
+        def held(batch: ForwardBatch) -> bool:
+            is_held = launch_held(batch)
             launched_before[0] = int(is_held)
             self.num_held += is_held
             return is_held
 
-        def watched(
-            token_ids: Tensor, positions: Tensor, context: ForwardContext, keep: Tensor, needs: Sequence[int] | None
-        ) -> StepLogits:
+        def watched(batch: ForwardBatch, needs: Sequence[int] | None) -> StepLogits:
             before, launched_before[0] = num_replays() - launched_before[0], 0
-            logits = step(token_ids, positions, context, keep, needs)
-            self.seen.append((len(token_ids), num_replays() - launched_before[0] > before, list(needs or ())))
+            logits = step(batch, needs)
+            self.seen.append((len(batch), num_replays() - launched_before[0] > before, list(needs or ())))
             return logits
 
         monkeypatch.setattr(runner, "reduced_step", watched)

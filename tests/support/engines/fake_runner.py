@@ -19,6 +19,7 @@ from ktransformers.cache.paged import PagedCache
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.reference import ReferenceExecutor
 from ktransformers.engine.model.opened import ModelDescription
+from ktransformers.engine.step.context import ForwardBatch
 from ktransformers.engine.step.hot import HotService
 from ktransformers.media.records import is_media_id
 from ktransformers.scheduler.config import SchedulerConfig
@@ -150,9 +151,7 @@ class _Steps:
     def hook(self) -> Any:
         raise AssertionError("the fake has no hidden states")
 
-    def reduced_step(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, context: Any, keep: torch.Tensor, needs: Any
-    ) -> torch.Tensor:
+    def reduced_step(self, batch: ForwardBatch, needs: Any) -> torch.Tensor:
         meanwhile, self.meanwhile = self.meanwhile, None
         if meanwhile is not None:
             meanwhile()
@@ -164,7 +163,7 @@ class _Steps:
         if shared < len(self.prefix):  # in a page that the cache still has, the fake has not
             self.runner.forward(self.prefix[shared:], shared, [])
             self.runner.calls.pop()
-        return self.runner.forward(token_ids.tolist(), len(self.prefix), keep.tolist())
+        return self.runner.forward(batch.token_ids.tolist(), len(self.prefix), batch.keep.tolist())
 
 
 class FakeEngine:

@@ -11,7 +11,7 @@ import msgspec
 
 from ktransformers.core import FinishReason, SamplingParams, TokenLogprobs
 from ktransformers.engine.load.builder import Engine
-from ktransformers.engine.step.paged import PagedExecutor
+from ktransformers.engine.step.executor import PagedExecutor
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.records import Request, RequestUpdate, StepPlan, StepResult
 from ktransformers.scheduler.scheduler import Scheduler
@@ -74,9 +74,7 @@ class PagedLoop:
             assert not self.scheduler.has_work, "requests wait and nothing is planned"
             return False
         result = msgspec.msgpack.decode(msgspec.msgpack.encode(self.results.popleft()), type=StepResult)
-        updates = self.scheduler.fail(result.failed)
-        updates += self.scheduler.commit(result.step_id, result.results, result.prompt_logprobs, result.tiers)
-        for update in updates:
+        for update in self.scheduler.commit(result):
             self.answers[update.request_id].hear(update)
         self.scheduler.check_integrity()
         return True

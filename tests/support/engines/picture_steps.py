@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 
@@ -41,8 +42,8 @@ def logits_of(engine: Engine, prompt: Prompt, answer: Sequence[int], cuts: Seque
             write_slot=0 if engine.cache.num_states else -1,
         )
         plan = StepPlan(step_id=1, starts=[], rows=[row], ended=[])
-        made = executor._inputs(plan, executor._new_step())
-        keep = torch.arange(end - first)
-        found.append(executor.runner.step(made.token_ids, made.positions, made.context, keep).clone())  # type: ignore[attr-defined]
+        made = executor._inputs(plan, executor._new_step()).batch
+        batch = dataclasses.replace(made, keep=torch.arange(end - first))
+        found.append(executor.runner.step(batch).clone())  # type: ignore[attr-defined]
     executor._end([run_id])
     return torch.cat(found)

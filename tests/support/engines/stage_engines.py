@@ -10,7 +10,7 @@ import torch
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.parallel.ranks.driver import Driver
-from ktransformers.engine.step.context import paged_context
+from ktransformers.engine.step.context import ForwardBatch, paged_context
 from tests.support.engines.cut_models import HARDWARE
 from tests.support.engines.fake_gpus import fake_hardware
 from tests.support.engines.gpu_engines import step_row
@@ -31,7 +31,8 @@ def logits(engine: Engine, ids: list[int], start: int) -> torch.Tensor:
     """Of `ids` at positions from `start` on, in pages 0 .. 3."""
     row = step_row(1, ids, start, [0, 1, 2, 3], read_slot=0 if start else -1, write_slot=0)
     positions, context = paged_context(engine.cache, engine.pool, [row], [np.arange(4, dtype=np.int32)])
-    return engine.executor.runner.step(torch.tensor(ids), positions, context, torch.arange(len(ids))).clone()  # type: ignore[attr-defined]
+    batch = ForwardBatch(torch.tensor(ids), positions, context, torch.arange(len(ids)))
+    return engine.executor.runner.step(batch).clone()  # type: ignore[attr-defined]
 
 
 def logits_in_steps(engine: Engine) -> torch.Tensor:

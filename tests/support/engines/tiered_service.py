@@ -11,8 +11,8 @@ from ktransformers.cache.paged import PagedCache
 from ktransformers.cache.tiers import PAGE, STATE
 from ktransformers.core import SamplingParams
 from ktransformers.engine.load.builder import Engine
+from ktransformers.engine.step.executor import PagedExecutor
 from ktransformers.engine.step.kv_offload import TieredCache
-from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.media.records import MediaItem
 from ktransformers.scheduler.config import TierConfig
 from ktransformers.scheduler.records import StepPlan, StepResult

@@ -26,6 +26,7 @@ from ktransformers.scheduler.records import (
     RowResult,
     ScheduledSequence,
     StepPlan,
+    StepResult,
 )
 from ktransformers.scheduler.scheduler import Scheduler
 from ktransformers.scheduler.tier_records import TierPlan, TierResult
@@ -351,7 +352,7 @@ class Loop:
     def commit(self) -> list[RequestUpdate]:
         step_id, results, tiers = self.results.pop(0)
         seconds = (1 + hash((step_id, 7)) % 100) / 1000
-        updates = self.scheduler.commit(step_id, results, (), tiers, seconds, elapsed=1.0)
+        updates = self.scheduler.commit(StepResult(step_id=step_id, results=results, tiers=tiers, seconds=seconds), 1.0)
         self.scheduler.check_integrity()
         for update in updates:
             self.hear(update)

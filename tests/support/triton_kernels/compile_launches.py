@@ -23,13 +23,7 @@ from triton.compiler import ASTSource
 
 from ktransformers.kernels.attention_call import AttentionCall, RowPages, TopkCall
 from ktransformers.kernels.cpu.router import RouterSpec, Scoring
-from ktransformers.kernels.triton.attention.compressed import (
-    Entries,
-    attended,
-    keep_values,
-    make_entries,
-    turn,
-)
+from ktransformers.kernels.triton.attention.compressed import Entries, attended, keep_values, make_entries, turn
 from ktransformers.kernels.triton.attention.kv_codes import widen_latents
 from ktransformers.kernels.triton.attention.latent import absorb, expand, norm_to_cache
 from ktransformers.kernels.triton.attention.materialized import (
@@ -41,7 +35,14 @@ from ktransformers.kernels.triton.attention.materialized import (
 from ktransformers.kernels.triton.attention.mla import mla_attention
 from ktransformers.kernels.triton.attention.paged import attention
 from ktransformers.kernels.triton.attention.pools import expanded, pooled, rows_to_cache
-from ktransformers.kernels.triton.attention.rope import latent_to_cache, rope_to_cache
+from ktransformers.kernels.triton.attention.rope import (
+    HeadNorms,
+    KvSlots,
+    LatentSlots,
+    Rotation,
+    latent_to_cache,
+    rope_to_cache,
+)
 from ktransformers.kernels.triton.attention.topk_positions import select_topk_positions
 from ktransformers.kernels.triton.common import runtime
 from ktransformers.kernels.triton.common.candidates import BestTokens
@@ -49,7 +50,7 @@ from ktransformers.kernels.triton.common.clock import write_device_time
 from ktransformers.kernels.triton.common.convert import convert_rows
 from ktransformers.kernels.triton.common.elementwise import add_rms_norm, gate_heads
 from ktransformers.kernels.triton.experts.hot import split_pairs, sum_onto
-from ktransformers.kernels.triton.experts.matrices import SILU, ExpertMatrices, MoeEpilogue
+from ktransformers.kernels.triton.experts.matrices import SILU, ExpertMatrices, MoeEpilogue, MoeMatrices, RoutedRows
 from ktransformers.kernels.triton.experts.moe import moe
 from ktransformers.kernels.triton.experts.router import MAX_ROUTED_ROWS, Chosen, SlotSplit, route_rows, topk_router
 from ktransformers.kernels.triton.linear.linear import gated_linear, linear, linear_pair
@@ -177,7 +178,7 @@ def call_moe(types, hidden, width, tokens, layout=GpuLayout.PLANES, num=8, top_k
     down = ExpertMatrices(weights(second, hidden, width, layout, num), second, hidden, width, layout)
     ids = torch.zeros(tokens, top_k, dtype=torch.int32)
     x = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
-    moe(x, ids, torch.zeros(tokens, top_k), gate, gate, down, epilogue=epilogue)
+    moe(RoutedRows(x, ids, torch.zeros(tokens, top_k)), MoeMatrices(gate, gate, down, epilogue))
 
 
 def call_gpt_oss(qtype, tokens, layout=GpuLayout.PLANES, num=8, hidden=2880):
@@ -230,8 +231,8 @@ def call_gated_attention(heads, kv_heads, dim, rotary, tokens):
     k, cache = beside.new_zeros(tokens, kv_heads, dim), beside.new_zeros(64, kv_heads, dim)
     angles, slots, norms = torch.zeros(tokens, rotary), torch.zeros(tokens, dtype=torch.int64), torch.zeros(2, dim)
     query = beside.new_empty(tokens, heads, dim)
-    given = (beside[..., :dim], k, k, angles, angles, cache, cache, slots)
-    rope_to_cache(*given, rotary_dim=rotary, norm_weights=(norms[0], norms[1]), eps=1e-6, q_out=query)
+    rotation, target = Rotation(angles, angles, rotary_dim=rotary), KvSlots(cache, cache, slots)
+    rope_to_cache((beside[..., :dim], k, k), rotation, target, HeadNorms(norms[0], norms[1], 1e-6), q_out=query)
     call_attention(heads, kv_heads, dim, tokens, 1)
     gate_heads(query, beside[..., dim:], out=query)
 
@@ -249,7 +250,7 @@ def call_coded(dtype, heads, kv_heads, dim, tokens, seqs=1, pages=64, quantized_
     cache, scales = torch.zeros(256, kv_heads, dim, dtype=dtype), torch.zeros(256, kv_heads, 1)
     q, ids = torch.zeros(tokens, heads, dim, dtype=torch.bfloat16), torch.zeros(tokens, dtype=torch.int32)
     k, angles, both = q.new_zeros(tokens, kv_heads, dim), torch.zeros(tokens, dim // 2), (scales, scales)
-    query = rope_to_cache(q, k, k, angles, angles, cache, cache, ids.long(), scales=both)
+    query = rope_to_cache((q, k, k), Rotation(angles, angles), KvSlots(cache, cache, ids.long(), both))
     table, counters = torch.zeros(seqs, pages, dtype=torch.int32), torch.zeros(1024, dtype=torch.int32)
     call = AttentionCall(query, cache, cache, RowPages(table, 256, ids, ids), 0.1, scales=both)
     attention(call, counters=counters, quantized_attention=quantized_attention)
@@ -261,8 +262,9 @@ def call_coded_latents(dtype, heads, tokens, seqs=1, pages=64, rank=512, rotary=
     q, ids = torch.zeros(tokens, heads, rank + rotary, dtype=torch.bfloat16), torch.zeros(tokens, dtype=torch.int32)
     rows, angles, slots = q[:, 0].contiguous(), torch.zeros(tokens, rotary // 2), ids.long()
     norm = rows[0, :rank], 1e-6
-    norm_to_cache(rows, norm, (angles, angles, True), cache, slots, scales=scales)
-    latent_to_cache(q[..., rank:].contiguous(), rows, *norm, angles, angles, cache, slots, scales=scales)
+    rotation, target = Rotation(angles, angles, True), LatentSlots(cache, slots, scales)
+    norm_to_cache(rows, norm, rotation, target)
+    latent_to_cache(q[..., rank:].contiguous(), rows, norm, rotation, target)
     where = RowPages(torch.zeros(seqs, pages, dtype=torch.int32), 256, ids, ids)
     mla_attention(AttentionCall(q, cache, cache[..., :rank], where, 0.1, scales=(scales, None)))
     widen_latents(cache, scales, rank, slots, rows)
@@ -291,9 +293,10 @@ def call_latent(tokens, heads=128, rank=512, rotary=64, width=128, query=1536):
     both = torch.zeros(tokens, query + rank + rotary, dtype=torch.bfloat16)
     cache = torch.zeros(256, 1, rank + rotary, dtype=torch.bfloat16)
     norms = (both[0, :rank], 1e-6), (both[0, :query], 1e-6)
-    norm_to_cache(both[:, query:], norms[0], (cos, cos, True), cache, slots, both[:, :query], norms[1])
+    rotation = Rotation(cos, cos, True)
+    norm_to_cache(both[:, query:], norms[0], rotation, LatentSlots(cache, slots), both[:, :query], norms[1])
     q = torch.zeros(tokens, heads, width + rotary, dtype=torch.bfloat16)
-    absorbed = absorb(q, torch.zeros(heads, width, rank, dtype=torch.bfloat16), (cos, cos, True))
+    absorbed = absorb(q, torch.zeros(heads, width, rank, dtype=torch.bfloat16), rotation)
     expand(absorbed[..., :rank].contiguous(), torch.zeros(heads, rank, width, dtype=torch.bfloat16))
 
 

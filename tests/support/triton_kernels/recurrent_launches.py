@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ktransformers.kernels.recurrent_call import ScanCall, SelectiveScanCall
 from ktransformers.kernels.triton.recurrent import launch as recurrent
 from ktransformers.kernels.triton.recurrent import mixers as recurrent_mixers
 from ktransformers.kernels.types import StateStep
@@ -33,7 +34,7 @@ def call_delta_net(rows, key_heads, heads, key_dim, value_dim, per_key=False):
 def call_linear_scan(rows, groups, heads, key_dim, value_dim):
     q = torch.zeros(rows, groups, key_dim, dtype=torch.bfloat16)
     v, states = torch.zeros(rows, heads, value_dim), torch.zeros(2, heads, key_dim, value_dim)
-    recurrent.linear_scan(q, q, v, torch.zeros(rows, heads), states, state_step(rows))
+    recurrent.scan_heads(ScanCall(q, q, v, torch.zeros(rows, heads), None, states, state_step(rows)))
 
 
 def call_ssd(rows, groups, heads, size, width):
@@ -45,7 +46,7 @@ def call_ssd(rows, groups, heads, size, width):
 def call_selective(rows, channels, size):
     x, b, skip = torch.zeros(rows, channels, dtype=torch.bfloat16), torch.zeros(rows, size), torch.zeros(channels)
     states, step = torch.zeros(2, channels, size), state_step(rows)
-    recurrent.selective_scan(x, x, torch.zeros(channels, size), b, b, skip, states, step)
+    recurrent.selective_scan(SelectiveScanCall(x, x, torch.zeros(channels, size), b, b, skip, states, step))
 
 
 def all_recurrent():

@@ -104,7 +104,7 @@ def plan_nodes(reopen: Callable[[EngineConfig], OpenedModel], config: EngineConf
 
 def _planned(opened: OpenedModel, node: Node) -> Planned:
     opened = replace(opened, config=replace(opened.config, experts_from="ram"))  # else anything fits
-    return Planner(opened, None, CachePlan.of(opened)).settle(_hardware(node))[0]
+    return Planner(opened, None, CachePlan.of(opened)).plan(_hardware(node))[0]
 
 
 def _hardware(node: Node) -> Hardware:

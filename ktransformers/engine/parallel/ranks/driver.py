@@ -27,8 +27,8 @@ from ktransformers.engine.parallel.ranks.worker_group import WorkerGroup
 from ktransformers.engine.parallel.ranks.worker_handles import LocalWorker, OnDeath, RemoteWorker, WorkerHandle
 from ktransformers.engine.plan.hardware import Hardware
 from ktransformers.engine.step.broadcast import StepBlocks, StepBroadcast
+from ktransformers.engine.step.context import ForwardBatch
 from ktransformers.errors import CapacityError, ConfigError, EngineError
-from ktransformers.operators.context import ForwardContext
 from ktransformers.optimize.machine import Machine
 from ktransformers.system.child import framed
 from ktransformers.system.process_group import ProcessGroup
@@ -216,15 +216,8 @@ class Driver(Ranks):
     def step_broadcast(self) -> StepBroadcast | None:
         return self._broadcast
 
-    def _broadcast(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        context: ForwardContext,
-        keep: torch.Tensor,
-        is_padded: bool,
-    ) -> None:
-        self._workers.send(framed(encode(Step.of(token_ids, positions, context, keep, is_padded))))
+    def _broadcast(self, batch: ForwardBatch, is_padded: bool) -> None:
+        self._workers.send(framed(encode(Step.of(batch, is_padded))))
         if self._blocks is not None:
             self._blocks.publish_message()
 

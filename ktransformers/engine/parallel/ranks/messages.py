@@ -21,6 +21,7 @@ import torch
 from ktransformers.cache.paged import PagedCache
 from ktransformers.config import EngineConfig
 from ktransformers.core import Phase
+from ktransformers.engine.step.context import ForwardBatch
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.context import ForwardContext, PictureRows, StateStep
 
@@ -144,15 +145,9 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
     shown: Shown | None = None
 
     @classmethod
-    def of(
-        cls,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        context: ForwardContext,
-        keep: torch.Tensor,
-        is_padded: bool,
-    ) -> Step:
-        """Make the message of a step, with the arguments of ModelRunner.reduced_step."""
+    def of(cls, batch: ForwardBatch, is_padded: bool) -> Step:
+        """Make the message of a step."""
+        token_ids, positions, context, keep = batch.token_ids, batch.positions, batch.context, batch.keep
         states, table = context.states, context.block_table
         longs = torch.cat((token_ids, positions.view(-1, len(token_ids))[0], context.slot_mapping, keep))
         parts, lengths = [context.seq_ids, context.kv_lens, table.reshape(-1)], None
@@ -176,10 +171,8 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
             None if context.pictures is None else Shown.of(context.pictures, positions),
         )
 
-    def inputs(
-        self, cache: PagedCache, pool: WorkerPool
-    ) -> tuple[torch.Tensor, torch.Tensor, ForwardContext, torch.Tensor]:
-        """Return the step's token_ids, positions, context and keep over a cache of one's own."""
+    def batch(self, cache: PagedCache, pool: WorkerPool) -> ForwardBatch:
+        """Return the step over a cache of one's own."""
         longs = np.frombuffer(bytearray(self.longs), dtype=np.int64)
         ints = np.frombuffer(bytearray(self.ints), dtype=np.int32)
         rows, pages = (len(longs) - self.num_kept) // 3, self.num_seqs * self.num_pages
@@ -204,7 +197,7 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
             turned=positions if axes is None else None,
             pictures=None if self.shown is None else self.shown.pictures(),
         )
-        return token_ids, positions if axes is None else axes, context, keep
+        return ForwardBatch(token_ids, positions if axes is None else axes, context, keep)
 
 
 def _split(numbers: np.ndarray[Any, Any], *lengths: int) -> list[torch.Tensor]:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ktransformers.kernels.triton.attention.kv_codes import bits_of, check_cache
 from ktransformers.kernels.triton.attention.rope import (
-    check_angles,
+    LatentSlots,
+    Rotation,
     check_ids,
     is_cached,
     pair_columns,
@@ -58,26 +59,22 @@ def _norm_kernel(
 def norm_to_cache(
     compressed: Tensor,
     kv_norm: tuple[Tensor, float],
-    angles: tuple[Tensor, Tensor, bool],
-    cache: Tensor,
-    slot_mapping: Tensor,
+    rotation: Rotation,
+    slots: LatentSlots,
     query: Tensor | None = None,
     query_norm: tuple[Tensor, float] | None = None,
-    *,
-    scales: Tensor | None = None,
 ) -> Tensor | None:
     """Write each row's latent and shared key to its slot; returns the normalized compressed query, if there is one.
 
     compressed: [T, R + P]. kv_norm, query_norm: weight and epsilon of the RMSNorms of the latent [R] and the query [Q].
-    angles: cos and sin [T, >= P / 2], and whether pairs are interleaved. cache: [slots, 1, R + P]. slot_mapping: int32
-    or int64 [T], negative for rows to leave out. query: [T, Q], any row stride. scales: as in `latent_to_cache`.
+    rotation: without positions. query: [T, Q], any row stride.
     """
-    cos, sin, is_interleaved = angles
+    cos, sin, cache, slot_mapping, scales = rotation.cos, rotation.sin, slots.cache, slots.slot_mapping, slots.scales
     rows, rank = compressed.shape[0], kv_norm[0].shape[0]
     rotary = compressed.shape[1] - rank
     check_float("compressed", compressed, (None, None))
     check_cache("cache", cache, scales, (None, 1, rank + rotary), parts=2)
-    check_angles(cos, sin, None, rows, rotary)
+    rotation.check(rows, rotary)
     check_ids("slot_mapping", slot_mapping, rows)
     out, width = None, 16
     if query is not None:
@@ -95,8 +92,8 @@ def norm_to_cache(
             compressed, q, bits_of(cache), held, q_out, slot_mapping, cos, sin, kv_norm[0], q_norm[0],
             compressed.stride(0), q.stride(0), cache.stride(0), held.stride(0), q_out.stride(0), cache.shape[0],
             cos.stride(0), float(kv_norm[1]), float(q_norm[1]), RANK=rank, RANK_P2=power_of_two(rank), HALF=rotary // 2,
-            HALF_P2=power_of_two(rotary // 2), Q_WIDTH=width, Q_P2=power_of_two(width), INTERLEAVED=is_interleaved,
-            HAS_CODES=scales is not None, num_warps=4,
+            HALF_P2=power_of_two(rotary // 2), Q_WIDTH=width, Q_P2=power_of_two(width),
+            INTERLEAVED=rotation.is_interleaved, HAS_CODES=scales is not None, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -147,37 +144,37 @@ def _heads_kernel(
             _rotate_rows(x + K, out + N, t, T, x_row, out_row, cos_ptr, sin_ptr, cos_row, HALF, HALF_P2, INTERLEAVED)
 
 
-def _launch(x: Tensor, weight: Tensor, out: Tensor, angles: tuple[Tensor, Tensor, bool] | None) -> None:
+def _launch(x: Tensor, weight: Tensor, out: Tensor, rotation: Rotation | None) -> None:
     rows, heads, inner, width = x.shape[0], *weight.shape
     if x.dtype != weight.dtype or not weight.is_contiguous() or x.shape[1] != heads:
         raise ValueError(f"x {list(x.shape)} of {x.dtype} and weight {list(weight.shape)} of {weight.dtype} do not fit")
     if rows == 0:
         return
-    cos, sin, is_interleaved = (x, x, False) if angles is None else angles
-    half = 0 if angles is None else (x.shape[2] - inner) // 2
+    cos, sin = (x, x) if rotation is None else (rotation.cos, rotation.sin)
+    half = 0 if rotation is None else (x.shape[2] - inner) // 2
     block_n = min(128, max(16, power_of_two(width)))
     if width % 64 == 0 and inner > 256:
         block_n = 64  # long loops over few columns: more programs
     _heads_kernel[(-(-rows // 16), heads, -(-width // block_n) + (half > 0))](
         x, weight, out, cos, sin, x.stride(0), x.stride(1), out.stride(0), out.stride(1), cos.stride(0), rows,
         K=inner, N=width, BM=16, BN=block_n, BK=min(64, max(16, power_of_two(inner))), HALF=half,
-        HALF_P2=power_of_two(max(1, half)), INTERLEAVED=is_interleaved,
+        HALF_P2=power_of_two(max(1, half)), INTERLEAVED=rotation is not None and rotation.is_interleaved,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=4,
     )  # fmt: skip
 
 
-def absorb(q: Tensor, k_b: Tensor, angles: tuple[Tensor, Tensor, bool]) -> Tensor:
+def absorb(q: Tensor, k_b: Tensor, rotation: Rotation) -> Tensor:
     """Absorb and rotate queries: [T, H, R + P] of q [T, H, N + P], any row and head strides.
 
-    k_b: [H, N, R] of q's dtype, contiguous. angles: as in `norm_to_cache`. Raises ValueError for shapes that do not
+    k_b: [H, N, R] of q's dtype, contiguous. rotation: without positions. Raises ValueError for shapes that do not
     fit.
     """
     heads, nope, rank = k_b.shape
     rotary = q.shape[2] - nope
     check_float("q", q, (None, heads, None))
-    check_angles(angles[0], angles[1], None, q.shape[0], rotary)
+    rotation.check(q.shape[0], rotary)
     out = torch.empty(q.shape[0], heads, rank + rotary, dtype=q.dtype, device=q.device)
-    _launch(q, k_b, out, angles)
+    _launch(q, k_b, out, rotation)
     return out
 
 

@@ -12,6 +12,8 @@ slot lies beyond the cache: it would be written into whatever comes after (engin
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,10 @@ from ktransformers.kernels.triton.common.elementwise import check_float
 from ktransformers.kernels.triton.common.runtime import jit, power_of_two, tl
 
 __all__ = [
+    "HeadNorms",
+    "KvSlots",
+    "LatentSlots",
+    "Rotation",
     "check_angles",
     "check_ids",
     "is_cached",
@@ -40,6 +46,57 @@ __all__ = [
 ]
 
 _HEADS_PER_PROGRAM = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The rotation of a step's rows, see the module. positions: int32 or int64 [T]. rotary_dim: P, all columns of a
+    head when None; the rest of a head passes through.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    is_interleaved: bool = False
+    positions: Tensor | None = None
+    rotary_dim: int | None = None
+
+    def check(self, num_rows: int, rotary_dim: int) -> None:
+        """Raise TypeError or ValueError for tables that do not have an angle for each row, or position, and pair."""
+        check_angles(self.cos, self.sin, self.positions, num_rows, rotary_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class KvSlots:
+    """The slots that a step's keys and values go to. k_cache: [slots, Hkv, D], v_cache: [slots, Hkv, Dv]. slot_mapping:
+    int32 or int64 [T], negative for rows to leave out. scales: of caches of codes, int8 or e4m3, which are written with
+    them; fp32 [slots, Hkv, 1] of keys, and of values.
+    """
+
+    k_cache: Tensor
+    v_cache: Tensor
+    slot_mapping: Tensor
+    scales: KvScales = (None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSlots:
+    """The slots that a step's latents go to. cache: [slots, 1, R + P], slot_mapping: as KvSlots has it. scales: of a
+    cache of codes, fp32 [slots, 1, 2], for the latent and for the rotated key.
+    """
+
+    cache: Tensor
+    slot_mapping: Tensor
+    scales: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMSNorms of each query and each key head, weights [D]: before the rotation (qwen3), or behind it (hunyuan)."""
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+    is_behind: bool = False
 
 
 @jit
@@ -198,49 +255,37 @@ def _held(cache: Tensor, scales: Tensor | None) -> Tensor:
 
 
 def rope_to_cache(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    rotation: Rotation,
+    slots: KvSlots,
+    norms: HeadNorms | None = None,
     *,
-    rotary_dim: int | None = None,
-    is_interleaved: bool = False,
-    positions: Tensor | None = None,
-    norm_weights: tuple[Tensor, Tensor] | None = None,
-    eps: float = 0.0,
-    norms_rotated: bool = False,
-    scales: KvScales = (None, None),
     q_out: Tensor | None = None,
 ) -> Tensor:
     """Rotate queries and keys, write keys and values to their slots; returns the rotated queries [T, Hq, D].
 
-    q: [T, Hq, D], k: [T, Hkv, D], v: [T, Hkv, Dv], any row and head strides (views of one product, say). k_cache:
-    [slots, Hkv, D], v_cache: [slots, Hkv, Dv]. slot_mapping: int32 or int64 [T], negative for rows to leave out.
-    cos, sin: see the module. rotary_dim: P, all of D when None; the rest of a head passes through. positions: int32
-    or int64 [T]. norm_weights: weights [D] of an RMSNorm of each query and each key head before the rotation (qwen3),
-    or after it (norms_rotated; hunyuan), with `eps`. scales: of caches of codes, int8 or e4m3, which are written with
-    them; fp32 [slots, Hkv, 1] of keys, and of values. q_out: made like q when None; must not be q when interleaved.
+    qkv: [T, Hq, D], [T, Hkv, D] and [T, Hkv, Dv], any row and head strides (views of one product, say). q_out: made
+    like q when None; must not be q when interleaved.
     """
+    (q, k, v), cos, sin, positions = qkv, rotation.cos, rotation.sin, rotation.positions
+    k_cache, v_cache, slot_mapping, scales = slots.k_cache, slots.v_cache, slots.slot_mapping, slots.scales
+    q_weight, k_weight = (None, None) if norms is None else (norms.q_weight, norms.k_weight)
     num_rows, num_heads, dim = q.shape
     num_kv_heads, dim_v = v.shape[1:]
-    rotary = _checked_rotary(dim if rotary_dim is None else rotary_dim, dim)
+    rotary = _checked_rotary(dim if rotation.rotary_dim is None else rotation.rotary_dim, dim)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if q_out is None else q_out
     check_float("q", q, (None, None, None))
     check_float("k", k, (num_rows, num_kv_heads, dim))
     check_float("v", v, (num_rows, num_kv_heads, dim_v))
     _check_caches(k_cache, v_cache, scales, (num_kv_heads, dim, dim_v))
     check_float("q_out", out, tuple(q.shape))
-    check_angles(cos, sin, positions, num_rows, rotary)
+    rotation.check(num_rows, rotary)
     check_ids("slot_mapping", slot_mapping, num_rows)
-    for weight in norm_weights or ():
-        check_float("norm_weights", weight, (dim,))
+    for weight in (q_weight, k_weight):
+        if weight is not None:
+            check_float("weights of norms", weight, (dim,))
     if num_rows == 0:
         return out
-    q_weight, k_weight = norm_weights or (None, None)
     k_scales, v_scales = _held(k_cache, scales[0]), _held(v_cache, scales[1])
     q_programs = -(-num_heads // _HEADS_PER_PROGRAM)
     _rope_kernel[(num_rows, q_programs + -(-num_kv_heads // _HEADS_PER_PROGRAM))](
@@ -249,12 +294,12 @@ def rope_to_cache(
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1),
         k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
         k_scales.stride(0), k_scales.stride(1), v_scales.stride(0), v_scales.stride(1),
-        min(k_cache.shape[0], v_cache.shape[0]), cos.stride(0), float(eps),
+        min(k_cache.shape[0], v_cache.shape[0]), cos.stride(0), 0.0 if norms is None else float(norms.eps),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEADS=_HEADS_PER_PROGRAM, Q_PROGRAMS=q_programs,
         DIM=dim, DIM_V=dim_v, V_P2=power_of_two(dim_v), HALF=rotary // 2, HALF_P2=power_of_two(rotary // 2),
-        REST_P2=power_of_two(max(1, dim - rotary)), INTERLEAVED=is_interleaved,
-        HAS_POSITIONS=positions is not None, HAS_NORM=norm_weights is not None,
-        NORMS_ROTATED=norms_rotated, HAS_CODES=has_codes(k_cache), num_warps=4,
+        REST_P2=power_of_two(max(1, dim - rotary)), INTERLEAVED=rotation.is_interleaved,
+        HAS_POSITIONS=positions is not None, HAS_NORM=norms is not None,
+        NORMS_ROTATED=norms is not None and norms.is_behind, HAS_CODES=has_codes(k_cache), num_warps=4,
     )  # fmt: skip
     return out
 
@@ -316,27 +361,22 @@ def _latent_kernel(
 def latent_to_cache(
     q_rot: Tensor,
     compressed: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    cache: Tensor,
-    slot_mapping: Tensor,
+    norm: tuple[Tensor, float],
+    rotation: Rotation,
+    slots: LatentSlots,
     *,
-    is_interleaved: bool = True,
-    positions: Tensor | None = None,
-    scales: Tensor | None = None,
     q_out: Tensor | None = None,
 ) -> Tensor:
     """Normalize and rotate for latent attention (MLA) and write latents to their slots; returns the rotated queries [T,
     Hq, P].
 
     q_rot: [T, Hq, P], the rotary part of the queries. compressed: [T, R + P], the latent before its norm and the
-    shared key. norm_weight: [R]. cache: [slots, 1, R + P]; row t's slot gets the normalized latent, then the rotated
-    key. scales: of a cache of codes, fp32 [slots, 1, 2], for the latent and for the rotated key. q_out: [T, Hq, P],
-    made like q_rot when None; a view of the last P columns of the absorbed queries [T, Hq, R + P] saves a copy; must
-    not be q_rot when interleaved. The others as in `rope_to_cache`.
+    shared key; row t's slot gets the normalized latent, then the rotated key. norm: its weight [R] and epsilon. q_out:
+    [T, Hq, P], made like q_rot when None; a view of the last P columns of the absorbed queries [T, Hq, R + P] saves a
+    copy; must not be q_rot when interleaved.
     """
+    (norm_weight, eps), cos, sin, positions = norm, rotation.cos, rotation.sin, rotation.positions
+    cache, slot_mapping, scales = slots.cache, slots.slot_mapping, slots.scales
     num_rows, num_heads, rotary = q_rot.shape
     rank = norm_weight.shape[0]
     out = torch.empty_like(q_rot, memory_format=torch.contiguous_format) if q_out is None else q_out
@@ -345,7 +385,7 @@ def latent_to_cache(
     check_float("norm_weight", norm_weight, (rank,))
     check_cache("cache", cache, scales, (None, 1, rank + rotary), parts=2)
     check_float("q_out", out, tuple(q_rot.shape))
-    check_angles(cos, sin, positions, num_rows, rotary)
+    rotation.check(num_rows, rotary)
     check_ids("slot_mapping", slot_mapping, num_rows)
     if num_rows == 0:
         return out
@@ -357,7 +397,7 @@ def latent_to_cache(
         q_rot.stride(0), q_rot.stride(1), compressed.stride(0), out.stride(0), out.stride(1), cache.stride(0),
         held.stride(0), cache.shape[0], cos.stride(0), float(eps),
         NUM_HEADS=num_heads, HEADS=heads_per_program, Q_PROGRAMS=q_programs, RANK=rank, RANK_P2=power_of_two(rank),
-        HALF=rotary // 2, HALF_P2=power_of_two(rotary // 2), INTERLEAVED=is_interleaved,
+        HALF=rotary // 2, HALF_P2=power_of_two(rotary // 2), INTERLEAVED=rotation.is_interleaved,
         HAS_POSITIONS=positions is not None, HAS_CODES=scales is not None, num_warps=4,
     )  # fmt: skip
     return out

@@ -11,7 +11,8 @@ from ktransformers.kernels.triton.common.runtime import jit, tl, triton
 from ktransformers.kernels.triton.experts.align import known_expert
 from ktransformers.kernels.triton.experts.matrices import (
     ExpertMatrices,
-    MoeEpilogue,
+    MoeMatrices,
+    RoutedRows,
     are_plane_types,
     takes_block_int16,
 )
@@ -90,13 +91,11 @@ def _down_gemv(hidden, ids, order, weights, down, bias, parts, counters, out, on
         tl.store(out + token * N + n, total.to(out.dtype.element_ty), mask=mask)
 
 
-def launch_gemv(
-    x: Tensor, ids: Tensor, weights: Tensor, num_experts: int,
-    matrices: tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices], out: Tensor, space: MoeWorkspace,
-    epilogue: MoeEpilogue,
-) -> None:  # fmt: skip
-    """Launch `moe.moe` of as many tokens as `uses_gemv` says, its arguments checked. matrices: gate, up, down."""
-    gate, up, down = matrices
+def launch_gemv(routed: RoutedRows, experts: MoeMatrices, out: Tensor, space: MoeWorkspace) -> None:
+    """Launch `moe.moe` of as many tokens as `uses_gemv` says, its arguments checked."""
+    x, ids, weights = routed.x, routed.topk_ids, routed.topk_weights
+    gate, up, down, epilogue = experts.gate, experts.up, experts.down, experts.epilogue
+    num_experts = up.slots
     gate_bias, up_bias, down_bias = epilogue.biases or (x, x, x)
     pairs, tokens = ids.numel(), x.shape[0]
     assert space.block_int16 is not None, "the workspace is for many tokens"

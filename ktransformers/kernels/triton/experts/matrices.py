@@ -14,7 +14,15 @@ from ktransformers.kernels.triton.quant.dequant import check_matrix
 from ktransformers.kernels.triton.quant.repack import GpuLayout, layout_nbytes
 from ktransformers.kernels.types import Activation, ActivationSpec, ExpertWeights, WeightType
 
-__all__ = ["SILU", "ExpertMatrices", "MoeEpilogue", "are_plane_types", "takes_block_int16"]
+__all__ = [
+    "SILU",
+    "ExpertMatrices",
+    "MoeEpilogue",
+    "MoeMatrices",
+    "RoutedRows",
+    "are_plane_types",
+    "takes_block_int16",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +96,33 @@ class MoeEpilogue:
 
 
 SILU = MoeEpilogue()
+
+
+@dataclass(frozen=True, slots=True)
+class MoeMatrices:
+    """The experts of a layer that are there, by slot: gate, up [I, H], of one layout; down [H, I]; types may differ."""
+
+    gate: ExpertMatrices
+    up: ExpertMatrices
+    down: ExpertMatrices
+    epilogue: MoeEpilogue = SILU
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedRows:
+    """Rows of a step and the experts that they go to.
+
+    x: [T, H] fp16 or bf16. topk_ids: int32 [T, k]; an id outside the experts counts for nothing. topk_weights: fp32
+    [T, k].
+    """
+
+    x: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor
+
+    def of(self, span: slice) -> RoutedRows:
+        """Return some of the rows."""
+        return RoutedRows(self.x[span], self.topk_ids[span], self.topk_weights[span])
 
 
 def are_plane_types(*parts: ExpertMatrices) -> bool:

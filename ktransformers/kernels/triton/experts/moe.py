@@ -22,7 +22,7 @@ from ktransformers.kernels.triton.common.elementwise import activated
 from ktransformers.kernels.triton.common.runtime import jit, tl, triton
 from ktransformers.kernels.triton.experts.align import AlignedPairs, known_expert, max_blocks, moe_align
 from ktransformers.kernels.triton.experts.gemv import launch_gemv
-from ktransformers.kernels.triton.experts.matrices import SILU, ExpertMatrices, MoeEpilogue
+from ktransformers.kernels.triton.experts.matrices import ExpertMatrices, MoeMatrices, RoutedRows
 from ktransformers.kernels.triton.experts.workspace import MoeWorkspace, block_rows, uses_gemv
 from ktransformers.kernels.triton.linear.linear import check_rows, result
 from ktransformers.kernels.triton.linear.matmul import dot_tile, dot_tile_pair
@@ -97,22 +97,24 @@ def _sum_kernel(parts, ids, out, N: tl.constexpr, E: tl.constexpr,
     tl.store(out + token * N + n, total.to(out.dtype.element_ty), mask=n < N)
 
 
-def _tiles(
-    x: Tensor, ids: Tensor, weights: Tensor, num_experts: int,
-    matrices: tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices], space: MoeWorkspace, epilogue: MoeEpilogue,
-) -> None:  # fmt: skip
-    pairs = ids.numel()
+def _tiles(rows: RoutedRows, experts: MoeMatrices, space: MoeWorkspace) -> None:
+    pairs, num_experts = rows.topk_ids.numel(), experts.up.slots
     block = block_rows(pairs, num_experts)
-    aligned = moe_align(ids, num_experts, block, out=space.aligned)
-    _blocks(x, ids, weights, aligned, (0, max_blocks(pairs, num_experts, block)), block, matrices, space, epilogue)
+    aligned = moe_align(rows.topk_ids, num_experts, block, out=space.aligned)
+    _blocks(rows, experts, aligned, (0, max_blocks(pairs, num_experts, block)), block, space)
 
 
 def _blocks(
-    x: Tensor, ids: Tensor, weights: Tensor, aligned: AlignedPairs, span: tuple[int, int], block: int,
-    matrices: tuple[ExpertMatrices, ExpertMatrices, ExpertMatrices], space: MoeWorkspace, epilogue: MoeEpilogue,
-) -> None:  # fmt: skip
+    rows: RoutedRows,
+    experts: MoeMatrices,
+    aligned: AlignedPairs,
+    span: tuple[int, int],
+    block: int,
+    space: MoeWorkspace,
+) -> None:
     """The blocks span[0] .. span[1] - 1, of `block` rows each."""
-    gate, up, down = matrices
+    x, ids, weights = rows.x, rows.topk_ids, rows.topk_weights
+    gate, up, down, epilogue = experts.gate, experts.up, experts.down, experts.epilogue
     gate_bias, up_bias, down_bias = epilogue.biases or (x, x, x)
     pairs, top_k = weights.numel(), weights.shape[1]
     first, blocks = span[0], span[1] - span[0]
@@ -131,9 +133,9 @@ def _blocks(
     )  # fmt: skip
 
 
-def _check(
-    x: Tensor, ids: Tensor, weights: Tensor, gate: ExpertMatrices, up: ExpertMatrices, down: ExpertMatrices,
-) -> None:  # fmt: skip
+def _check(rows: RoutedRows, experts: MoeMatrices) -> None:
+    x, ids, weights = rows.x, rows.topk_ids, rows.topk_weights
+    gate, up, down = experts.gate, experts.up, experts.down
     check_rows("x", x, up.cols)
     if ids.dtype != torch.int32 or weights.dtype != torch.float32:
         raise TypeError(f"topk_ids must be int32 and topk_weights float32, got {ids.dtype} and {weights.dtype}")
@@ -150,67 +152,46 @@ def _check(
 
 
 def moe(
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    gate: ExpertMatrices,
-    up: ExpertMatrices,
-    down: ExpertMatrices,
-    out: Tensor | None = None,
-    *,
-    workspace: MoeWorkspace | None = None,
-    epilogue: MoeEpilogue = SILU,
+    rows: RoutedRows, experts: MoeMatrices, out: Tensor | None = None, *, workspace: MoeWorkspace | None = None
 ) -> Tensor:
     """Compute the sum of each token's experts, [T, H], times their weights.
 
-    x: [T, H] fp16 or bf16. topk_ids: int32 [T, k]; an id outside the experts counts for nothing. topk_weights: fp32
-    [T, k]. gate, up: [I, H], of one layout; down: [H, I]; the types may differ. out: fp16, bf16 or fp32, x's
-    dtype when None. workspace: of `MoeWorkspace.allocate` for this many rows. epilogue: activation and biases. Between
+    out: fp16, bf16 or fp32, x's dtype when None. workspace: of `MoeWorkspace.allocate` for this many rows. Between
     the projections, and on the path of many tokens before the sum, values are rounded to x's dtype, or to
     block-wise int16 where down takes them. Raises TypeError or ValueError for arguments that do not fit.
     """
-    _check(x, topk_ids, topk_weights, gate, up, down)
+    _check(rows, experts)
+    x, ids, up, down = rows.x, rows.topk_ids, experts.up, experts.down
     num_experts = up.slots
     target = result(out, x, down.rows)
-    if x.shape[0] == 0 or topk_ids.shape[1] == 0:
+    if x.shape[0] == 0 or ids.shape[1] == 0:
         return target.zero_()
-    space = workspace or MoeWorkspace.allocate(x, topk_ids.shape[1], num_experts, up, down)
-    space.check(topk_ids.numel(), up.rows, down.rows)
-    epilogue.check(num_experts, up.rows, down.rows)
-    matrices = (gate, up, down)
+    space = workspace or MoeWorkspace.allocate(x, ids.shape[1], num_experts, up, down)
+    space.check(ids.numel(), up.rows, down.rows)
+    experts.epilogue.check(num_experts, up.rows, down.rows)
     if uses_gemv(x.shape[0], up, down):
-        launch_gemv(x, topk_ids, topk_weights, num_experts, matrices, target, space, epilogue)
+        launch_gemv(rows, experts, target, space)
     else:
-        _tiles(x, topk_ids, topk_weights, num_experts, matrices, space, epilogue)
-        moe_sum(topk_ids, target, space, num_experts)
+        _tiles(rows, experts, space)
+        moe_sum(ids, target, space, num_experts)
     return target
 
 
 def moe_blocks(
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    gate: ExpertMatrices,
-    up: ExpertMatrices,
-    down: ExpertMatrices,
-    workspace: MoeWorkspace,
-    span: tuple[int, int],
-    num_experts: int,
-    epilogue: MoeEpilogue = SILU,
+    rows: RoutedRows, experts: MoeMatrices, workspace: MoeWorkspace, span: tuple[int, int], num_experts: int
 ) -> None:
     """Compute some of the blocks of pairs, for experts that come in turns through staging buffers.
 
     When every block has had its turn, `moe_sum` gives what one `moe` with all experts would have given on its path of
-    many tokens, bit for bit. gate, up, down: of the experts that are there now, by slot.
-    workspace.aligned: of `moe_align` with blocks of block_rows(pairs, num_experts), of topk_ids or of others that stand
-    for them; topk_ids says whose the biases are. span: first block of this turn, and the one after its last. Other
-    arguments as in `moe`.
+    many tokens, bit for bit. experts: those that are there now. workspace.aligned: of `moe_align` with blocks of
+    block_rows(pairs, num_experts), of rows.topk_ids or of others that stand for them; rows.topk_ids says whose the
+    biases are. span: first block of this turn, and the one after its last.
     """
     assert workspace.aligned is not None, "the workspace has no sorted pairs"
-    workspace.check(topk_weights.numel(), up.rows, down.rows)
-    block = block_rows(topk_weights.numel(), num_experts)
+    pairs = rows.topk_weights.numel()
+    workspace.check(pairs, experts.up.rows, experts.down.rows)
     if span[1] > span[0]:
-        _blocks(x, topk_ids, topk_weights, workspace.aligned, span, block, (gate, up, down), workspace, epilogue)
+        _blocks(rows, experts, workspace.aligned, span, block_rows(pairs, num_experts), workspace)
 
 
 def moe_sum(topk_ids: Tensor, out: Tensor, workspace: MoeWorkspace, num_experts: int) -> Tensor:

@@ -1,8 +1,9 @@
 """Recurrent layers on the GPU: short convolution, scans with a state per sequence, gated norm. Knows no modules.
 
-What `kernels.cpu.recurrent` has, by the same names. Inputs are fp16, bf16 or fp32 on one device with a contiguous last
-dimension, any other strides; states are fp32 and changed in place; arithmetic is fp32. Results are fp32 unless
-`out` says otherwise. A wrong argument raises TypeError or ValueError that names it.
+What `kernels.cpu.recurrent` has, by the same names (`kernels.recurrent_call` for what calls hold). Inputs are fp16,
+bf16 or fp32 on one device with a contiguous last dimension, any other strides; states are fp32 and changed in place;
+arithmetic is fp32. Results are fp32 unless `out` says otherwise. A wrong argument raises TypeError or ValueError that
+names it.
 
 A scan has two forms. Row by row is for few rows and for graphs (`StateStep.max_rows` None). Sequences of CHUNKED_ROWS
 rows or more go chunk by chunk, by launches of their own beside those of the others: what a sequence gives does not
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ktransformers.kernels.recurrent_call import ConvCall, GatedNormCall, ScanCall, SelectiveScanCall
 from ktransformers.kernels.triton.common.elementwise import check_float
 from ktransformers.kernels.triton.common.runtime import power_of_two
 from ktransformers.kernels.triton.recurrent.chunks import CHUNK_ROWS, MAX_SLICES, chunks_kernel, prepare_kernel
@@ -39,11 +41,10 @@ __all__ = [
     "causal_conv",
     "check_gate",
     "check_step",
-    "delta_scan",
     "gated_norm",
     "launch_chunks",
     "launch_rows",
-    "linear_scan",
+    "scan_heads",
     "selective_scan",
     "workspace_nbytes",
 ]
@@ -88,23 +89,11 @@ def step_pointers(step: StateStep) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return step.first_rows, step.read_slots, step.write_slots, step.save_slots
 
 
-def causal_conv(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    states: Tensor,
-    step: StateStep,
-    activation: str = "silu",
-    *,
-    columns: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Compute act(bias + sum_w weight[:, w] x_{t - W + 1 + w}) for each row t, where earlier inputs come from the
-    state.
-
-    x: [T, C], or with `columns` (int32 [C]) any number of columns of which channel c reads columns[c]. weight: [C, W],
-    W from 2 to 8. bias: [C]. states: [slots, W - 1, C], the last inputs, oldest first. activation: "silu", "none".
+def causal_conv(call: ConvCall, *, columns: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Run a convolution whose weight is 2 to 8 wide. columns: int32 [C], those of x that channels read, of any number;
+    None: x has a column for each.
     """
+    x, weight, bias, states, step = call.x, call.weight, call.bias, call.states, call.step
     channels, width = weight.shape
     if not 2 <= width <= MAX_WIDTH:
         raise ValueError(f"weight must have 2 to {MAX_WIDTH} columns, got {width}")
@@ -115,7 +104,7 @@ def causal_conv(
         check_float("bias", bias, (channels,))
     if columns is not None and (columns.dtype != torch.int32 or tuple(columns.shape) != (channels,)):
         raise TypeError(f"columns must be int32 [{channels}], got {columns.dtype} {list(columns.shape)}")
-    check_gate("activation", activation)
+    check_gate("activation", call.activation)
     rows = x.shape[0]
     check_step(step, rows, states, (width - 1, channels))
     result = x.new_empty(rows, channels, dtype=torch.float32) if out is None else out
@@ -129,7 +118,8 @@ def causal_conv(
         x, columns, weight, bias, states, result, *step_pointers(step),
         x.stride(0), *weight.stride(), result.stride(0), states.stride(0), rows,
         C=channels, W=width, TAPS=power_of_two(width - 1), ROWS=tile, BLOCK=block,
-        HAS_COLUMNS=columns is not None, HAS_BIAS=bias is not None, KIND=activation, num_warps=4 if is_long else 1,
+        HAS_COLUMNS=columns is not None, HAS_BIAS=bias is not None, KIND=call.activation,
+        num_warps=4 if is_long else 1,
     )  # fmt: skip
     return result
 
@@ -153,17 +143,9 @@ class Mixer:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """A checked scan: q, k [T, Hk, K], v [T, Hv, V], decay [T, Hv] or [T, Hv, K], beta [T, Hv] with the delta rule."""
+    """A checked call of a scan and where its result goes. With a mixer decay and beta are logits, of its shapes."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    decay: Tensor
-    beta: Tensor | None
-    states: Tensor
-    step: StateStep
-    eps: float | None
-    scale: float
+    call: ScanCall
     out: Tensor
     is_per_key: bool
     mixer: Mixer | None = None
@@ -171,52 +153,45 @@ class Scan:
     @property
     def num_slices(self) -> int:
         """Number of parts into which a key is cut in chunks."""
-        return max(1, power_of_two(self.q.shape[2]) // 64)
+        return max(1, power_of_two(self.call.q.shape[2]) // 64)
 
     @property
     def is_chunked(self) -> bool:
         """Whether sequences of CHUNKED_ROWS rows go chunk by chunk: keys of 257 columns would need too many parts."""
-        return _is_long(self.step) and self.num_slices <= MAX_SLICES
+        return _is_long(self.call.step) and self.num_slices <= MAX_SLICES
 
     def constants(self) -> dict[str, Any]:
         """Return the constants that both forms of the scan are compiled for."""
-        heads, key_dim, value_dim = self.states.shape[1:]
+        heads, key_dim, value_dim = self.call.states.shape[1:]
         return {
-            "GROUP": heads // self.q.shape[1], "K": key_dim, "V": value_dim, "BK": power_of_two(key_dim),
-            "PER_KEY": self.is_per_key, "NORM": self.eps is not None,
+            "GROUP": heads // self.call.q.shape[1], "K": key_dim, "V": value_dim, "BK": power_of_two(key_dim),
+            "PER_KEY": self.is_per_key, "NORM": self.call.l2norm_eps is not None,
         }  # fmt: skip
 
 
-def _check_scan(
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
-    states: Tensor,
-    step: StateStep,
-    eps: float | None,
-    scale: float,
-    out: Tensor | None,
-) -> Scan:
-    q, k, v, decay, beta = inputs
+def _checked(call: ScanCall, out: Tensor | None) -> Scan:
+    q, v, decay = call.q, call.v, call.decay
     check_float("q", q, (None, None, None))
     rows, key_heads, key_dim = q.shape
-    check_float("k", k, (rows, key_heads, key_dim))
+    check_float("k", call.k, (rows, key_heads, key_dim))
     check_float("v", v, (rows, None, None))
     heads, value_dim = v.shape[1:]
     if heads % key_heads:
         raise ValueError(f"{heads} value heads cannot share {key_heads} key heads")
-    check_float("decay", decay, (rows, heads) if decay.dim() == 2 else (rows, heads, key_dim))
-    if beta is not None:
-        check_float("beta", beta, (rows, heads))
-    check_step(step, rows, states, (heads, key_dim, value_dim))
+    check_float("decay", decay, (rows, heads, key_dim) if call.is_per_key else (rows, heads))
+    if call.beta is not None:
+        check_float("beta", call.beta, (rows, heads))
+    check_step(call.step, rows, call.states, (heads, key_dim, value_dim))
     result = v.new_empty(rows, heads, value_dim, dtype=torch.float32) if out is None else out
     check_float("out", result, (rows, heads, value_dim))
     if result.stride(1) != value_dim and heads > 1:
         raise ValueError(f"heads of out must be neighbours, got strides {result.stride()}")
-    return Scan(q, k, v, decay, beta, states, step, eps, scale, result, decay.dim() == 3)
+    return Scan(call, result, call.is_per_key)
 
 
 def _strides_of(scan: Scan, group: int) -> tuple[int, ...]:
     """Of decay, beta and gate, by row and by key head, and of the gate within a key head."""
-    decay, beta, gate = scan.decay, scan.beta, scan.mixer.gate if scan.mixer else None
+    decay, beta, gate = scan.call.decay, scan.call.beta, scan.mixer.gate if scan.mixer else None
     of_decay = (decay.stride(0), decay.stride(1) if decay.dim() == 3 else group)
     of_beta = (0, 0) if beta is None else (beta.stride(0), beta.stride(1) if beta.dim() == 3 else group)
     return *of_decay, *of_beta, *((0, 0, 0) if gate is None else gate.stride()[:3])
@@ -224,20 +199,21 @@ def _strides_of(scan: Scan, group: int) -> tuple[int, ...]:
 
 def launch_rows(scan: Scan) -> None:
     """Launch the scan row by row, of the sequences that do not go chunk by chunk."""
-    q, k, v, states, out, mixer = scan.q, scan.k, scan.v, scan.states, scan.out, scan.mixer
+    call, out, mixer = scan.call, scan.out, scan.mixer
+    q, k, v, states = call.q, call.k, call.v, call.states
     constants = scan.constants()
     heads, value_dim = v.shape[1:]
     widest = power_of_two(value_dim)
     is_gated, is_ssm = mixer is not None and mixer.gate is not None, mixer is not None and mixer.limits is not None
     block = widest if is_gated else min(widest, max(1, _TILE // constants["BK"]))
-    eps = (scan.eps or 0.0, mixer.norm_eps if mixer else 0.0)
-    rows_kernel[(-(-value_dim // block), heads, scan.step.num_seqs)](
-        q, k, v, scan.decay, scan.beta, mixer and mixer.rate, mixer and mixer.bias, mixer and mixer.gate,
-        mixer and mixer.weight, states, out, *step_pointers(scan.step),
+    eps = (call.l2norm_eps or 0.0, mixer.norm_eps if mixer else 0.0)
+    rows_kernel[(-(-value_dim // block), heads, call.step.num_seqs)](
+        q, k, v, call.decay, call.beta, mixer and mixer.rate, mixer and mixer.bias, mixer and mixer.gate,
+        mixer and mixer.weight, states, out, *step_pointers(call.step),
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *_strides_of(scan, constants["GROUP"]),
-        out.stride(0), states.stride(0), v.shape[0], float(eps[0]), float(scan.scale), float(eps[1]),
+        out.stride(0), states.stride(0), v.shape[0], float(eps[0]), float(call.scale), float(eps[1]),
         *map(float, (mixer and mixer.limits) or (0.0, 0.0)),
-        BV=block, LIMIT=CHUNKED_ROWS if scan.is_chunked else 0, DELTA=scan.beta is not None,
+        BV=block, LIMIT=CHUNKED_ROWS if scan.is_chunked else 0, DELTA=call.beta is not None,
         GATES=mixer is not None, GATED=mixer.activation if mixer else "", SSM=is_ssm, **constants,
         num_warps=max(1, min(8, constants["BK"] * block // _TILE)),
     )  # fmt: skip
@@ -245,7 +221,8 @@ def launch_rows(scan: Scan) -> None:
 
 def launch_chunks(scan: Scan, dt: Tensor | None = None) -> None:
     """Launch the scan chunk by chunk, of the sequences that `launch_rows` leaves out. dt: of Mamba-2."""
-    q, k, v, decay, step = scan.q, scan.k, scan.v, scan.decay, scan.step
+    call = scan.call
+    q, k, v, decay, beta, step = call.q, call.k, call.v, call.decay, call.beta, call.step
     rows, heads, value_dim = v.shape
     constants = scan.constants() | {"LIMIT": CHUNKED_ROWS, "HEADS": heads}
     slices, is_normed = scan.num_slices, constants.pop("NORM")
@@ -254,99 +231,43 @@ def launch_chunks(scan: Scan, dt: Tensor | None = None) -> None:
     of_decay = (decay.stride(0), decay.stride(1))
     pairs, units = (v.new_empty(rows, heads, width, dtype=torch.float32) for width in (CHUNK_ROWS, 2))
     values, w = v, None
-    if scan.beta is not None:
+    if beta is not None:
         values, w = (v.new_empty(rows, heads, width, dtype=torch.float32) for width in (value_dim, q.shape[2]))
     chunks = (int(step.max_rows or 0) + 2 * CHUNK_ROWS - 2) // CHUNK_ROWS
     prepare_kernel[(chunks, heads, step.num_seqs)](
-        q, k, v, decay, scan.beta, values, w, pairs, units, step.first_rows, step.kv_lens,
-        *inputs, *v.stride()[:2], *of_decay, 0 if scan.beta is None else scan.beta.stride(0),
-        float(scan.eps or 0.0), float(scan.scale),
+        q, k, v, decay, beta, values, w, pairs, units, step.first_rows, step.kv_lens,
+        *inputs, *v.stride()[:2], *of_decay, 0 if beta is None else beta.stride(0),
+        float(call.l2norm_eps or 0.0), float(call.scale),
         BV=min(64, widest), DELTA=w is not None, NORM=is_normed, **constants, num_warps=4, num_stages=1,
     )  # fmt: skip
     block = min(widest, 32)
     chunks_kernel[(-(-value_dim // block), heads, step.num_seqs)](
         q, k, values, decay, w, pairs, units, dt, scan.mixer and scan.mixer.weight,
-        scan.states, scan.out, *step_pointers(step), step.kv_lens,
-        *inputs, *values.stride()[:2], *of_decay, scan.out.stride(0), scan.states.stride(0),
+        call.states, scan.out, *step_pointers(step), step.kv_lens,
+        *inputs, *values.stride()[:2], *of_decay, scan.out.stride(0), call.states.stride(0),
         BV=block, SLICES=slices, DELTA=w is not None, SSM=dt is not None, **constants,
         num_warps=4, num_stages=1,
     )  # fmt: skip
 
 
-def _scan(scan: Scan) -> Tensor:
-    if scan.out.numel() == 0 or scan.step.num_seqs == 0:
-        return scan.out
-    launch_rows(scan)
-    if scan.is_chunked:
-        launch_chunks(scan)
-    return scan.out
-
-
 def workspace_nbytes(rows: int, heads: int, key_dim: int, value_dim: int, *, is_delta: bool = True) -> int:
-    """Return the bytes that `delta_scan`, or `linear_scan`, works in where rows go chunk by chunk."""
+    """Return the bytes that `scan_heads` works in where rows go chunk by chunk."""
     return 4 * rows * heads * (CHUNK_ROWS + 2 + (key_dim + value_dim if is_delta else 0))
 
 
-def delta_scan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    states: Tensor,
-    step: StateStep,
-    l2norm_eps: float | None = None,
-    scale: float = 1.0,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    """The gated delta rule, row by row: S = exp(decay) S; S += k (x) beta (v - k' S); out = scale q' S.
-
-    (Yang, Kautz and Hatamizadeh, arXiv 2412.06464; with a decay per key dimension Kimi Linear, arXiv 2510.26692.)
-    q, k: [T, Hk, K]; value head h has key head h // (Hv / Hk). v: [T, Hv, V]. decay: [T, Hv] or [T, Hv, K], at most 0.
-    beta: [T, Hv]. states: [slots, Hv, K, V]. l2norm_eps: q and k are divided by
-    sqrt(sum of squares + l2norm_eps) first; None: they are not. Returns [T, Hv, V].
-    """
-    return _scan(_check_scan((q, k, v, decay, beta), states, step, l2norm_eps, scale, out))
+def scan_heads(call: ScanCall, *, out: Tensor | None = None) -> Tensor:
+    """Run the gated delta rule, or linear attention with decay."""
+    scan = _checked(call, out)
+    if scan.out.numel() and call.step.num_seqs:
+        launch_rows(scan)
+        if scan.is_chunked:
+            launch_chunks(scan)
+    return scan.out
 
 
-def linear_scan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    states: Tensor,
-    step: StateStep,
-    scale: float = 1.0,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Linear attention with a decay: S = exp(decay) S + k (x) v; out = scale q' S.
-
-    Mamba-2 (arXiv 2405.21060: k is B, q is C, v is dt x, decay is dt A) and lightning attention. q, k: [T, Hk, K];
-    value head h has key head (group) h // (Hv / Hk). v: [T, Hv, V]. decay: [T, Hv], at most 0. states:
-    [slots, Hv, K, V]. Returns [T, Hv, V].
-    """
-    check_float("decay", decay, (None, None))
-    return _scan(_check_scan((q, k, v, decay, None), states, step, None, scale, out))
-
-
-def selective_scan(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    skip: Tensor | None,
-    states: Tensor,
-    step: StateStep,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Mamba's scan (arXiv 2312.00752): S = exp(dt A) S + dt x B; out = S C + D x.
-
-    x, dt: [T, C]. a (A): [C, N], negative. b, c (B, C): [T, N]. skip (D): [C]. states: [slots, C, N]. Returns [T, C].
-    """
+def selective_scan(call: SelectiveScanCall, *, out: Tensor | None = None) -> Tensor:
+    """Run Mamba's scan."""
+    x, dt, a, b, c, skip, states, step = call.x, call.dt, call.a, call.b, call.c, call.d, call.states, call.step
     check_float("x", x, (None, None))
     rows, channels = x.shape
     check_float("dt", dt, (rows, channels))
@@ -355,7 +276,7 @@ def selective_scan(
     check_float("b", b, (rows, size))
     check_float("c", c, (rows, size))
     if skip is not None:
-        check_float("skip", skip, (channels,))
+        check_float("d", skip, (channels,))
     if not a.is_contiguous():
         raise ValueError("a must be contiguous")
     check_step(step, rows, states, (channels, size))
@@ -373,29 +294,18 @@ def selective_scan(
     return result
 
 
-def gated_norm(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    group_size: int | None = None,
-    is_gate_first: bool = False,
-    activation: str = "silu",
-    out: Tensor | None = None,
-) -> Tensor:
-    """RMS norm of groups of columns, times weight and act(gate); the gate comes before the norm with is_gate_first.
-
-    x: [T, D]. gate: [T, D], or [T, Hk, R, group_size] of any strides but the last. weight: [D], or [group_size] for
-    all groups. group_size: D when None. activation: "silu", "sigmoid" or "none". out: may be x.
+def gated_norm(call: GatedNormCall, *, out: Tensor | None = None) -> Tensor:
+    """Run a gated norm, whose gate may be [T, Hk, R, group_size] of any strides but the last, too, and whose activation
+    "none". out: may be x.
     """
+    x, gate, weight, is_gate_first = call.x, call.gate, call.weight, call.is_gate_first
     check_float("x", x, (None, None))
     rows, width = x.shape
-    size = group_size or width
+    size = call.group_size or width
     if width % size:
         raise ValueError(f"groups of {size} columns do not divide {width}")
     check_float("weight", weight, (size if weight.numel() == size else width,))
-    check_gate("activation", activation)
+    check_gate("activation", call.activation)
     if gate.dim() == 2:
         check_float("gate", gate, (rows, width))
         inner, strides = 1, (gate.stride(0), size, 0)
@@ -410,7 +320,7 @@ def gated_norm(
         block = power_of_two(size)
         gated_norm_kernel[(rows, width // size)](
             x, gate, weight, result, x.stride(0), *strides, result.stride(0), 0 if weight.numel() == size else size,
-            float(eps), GROUP=inner, SIZE=size, BLOCK=block, GATE_FIRST=is_gate_first, KIND=activation,
+            float(call.eps), GROUP=inner, SIZE=size, BLOCK=block, GATE_FIRST=is_gate_first, KIND=call.activation,
             num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
     return result

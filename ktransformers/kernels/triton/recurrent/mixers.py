@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ktransformers.kernels.recurrent_call import ConvCall, GatedNormCall, ScanCall
 from ktransformers.kernels.triton.common.elementwise import check_float
 from ktransformers.kernels.triton.common.runtime import power_of_two
 from ktransformers.kernels.triton.recurrent.kernels import gates_kernel
@@ -37,7 +38,7 @@ def _check_small(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def delta_gates(a: Tensor, b: Tensor, rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute (decay, beta) of `delta_scan` in fp32: rate softplus(a + bias), and sigmoid(b).
+    """Compute (decay, beta) of a `ScanCall` in fp32: rate softplus(a + bias), and sigmoid(b).
 
     a, b: [T, H], or [T, Hk, R] for the R value heads of each of Hk key heads, of any strides but the last. rate: [H],
     -exp(A_log). bias: [H]; [H, K] for a decay per key dimension, with an a of [T, H, K]. Both fp32.
@@ -138,7 +139,7 @@ def gated_delta_net(
     net.check(gate, a, b)
     check_step(step, rows, states[1], (heads, net.key_dim, width))
     mixed = x.new_empty(rows, net.conv_weight.shape[0])
-    causal_conv(x, net.conv_weight, net.conv_bias, states[0], step, columns=net.columns, out=mixed)
+    causal_conv(ConvCall(x, net.conv_weight, net.conv_bias, states[0], step), columns=net.columns, out=mixed)
     result = x.new_empty(rows, heads * width) if out is None else out
     check_float("out", result, (rows, heads * width))
     if rows == 0 or step.num_seqs == 0:
@@ -146,12 +147,14 @@ def gated_delta_net(
     mixer = Mixer(net.rate, net.bias, net.norm_weight, gate, net.gate, net.norm_eps)
     of_heads, scale = result.unflatten(1, (heads, width)), net.key_dim**-0.5
     is_per_key = net.bias.dim() == 2
-    scan = Scan(*net.split(mixed), a, b, states[1], step, net.l2norm_eps, scale, of_heads, is_per_key, mixer)
+    call = ScanCall(*net.split(mixed), a, b, states[1], step, net.l2norm_eps, scale)
+    scan = Scan(call, of_heads, is_per_key, mixer)
     if scan.is_chunked:
         result.zero_()  # rows of the other sequences, which are normed too and written last
         decay, beta = delta_gates(a, b, net.rate, net.bias)
-        launch_chunks(replace(scan, decay=decay, beta=beta, mixer=None))
-        gated_norm(result, gate, net.norm_weight, net.norm_eps, group_size=width, activation=net.gate, out=result)
+        launch_chunks(Scan(replace(call, decay=decay, beta=beta), of_heads, is_per_key))
+        norm = GatedNormCall(result, gate, net.norm_weight, net.norm_eps, group_size=width, activation=net.gate)
+        gated_norm(norm, out=result)
     launch_rows(scan)
     return result
 
@@ -190,7 +193,8 @@ def ssd_scan(
     if result.numel() == 0 or step.num_seqs == 0:
         return result
     rate, bias, skip = weights
-    scan = Scan(c, b, x, dt, None, states, step, None, 1.0, result, False, Mixer(rate, bias, skip, limits=limits))
+    call = ScanCall(c, b, x, dt, None, states, step)
+    scan = Scan(call, result, False, Mixer(rate, bias, skip, limits=limits))
     launch_rows(scan)
     if scan.is_chunked:
         decay, steps = (x.new_empty(rows, heads, dtype=torch.float32) for _ in range(2))
@@ -198,5 +202,5 @@ def ssd_scan(
             dt, None, rate, bias, decay, steps, dt.stride(0), 0, 0, 0, *map(float, limits),
             GROUP=heads, HEADS=heads, K=1, BH=power_of_two(heads), BK=1, PER_KEY=False, SSM=True, num_warps=4,
         )  # fmt: skip
-        launch_chunks(replace(scan, decay=decay), steps)
+        launch_chunks(replace(scan, call=replace(call, decay=decay)), steps)
     return result

@@ -9,7 +9,14 @@ from ktransformers.kernels import reference
 from ktransformers.kernels.triton.attention import mla, paged
 from ktransformers.kernels.triton.attention.kv_codes import widen_latents
 from ktransformers.kernels.triton.attention.latent import norm_to_cache
-from ktransformers.kernels.triton.attention.rope import latent_to_cache, rope_to_cache
+from ktransformers.kernels.triton.attention.rope import (
+    HeadNorms,
+    KvSlots,
+    LatentSlots,
+    Rotation,
+    latent_to_cache,
+    rope_to_cache,
+)
 from tests.kernels.triton.attention.test_attention import DECODE, OPTIONS, PREFILL, TOLERANCE, case, with_sinks
 from tests.kernels.triton.attention.test_mla import case as latent_case
 from tests.support.checks.flat_calls import flat_attention, flat_mla
@@ -68,9 +75,10 @@ def test_rows_are_kept_as_the_oracle_keeps_them(dtype, device):
     scales = [torch.full((20, 5, 1), 9.0, device=device) for _ in wide]
     cos, sin = torch.ones(12, 1, device=device), torch.zeros(12, 1, device=device)
     rope_to_cache(
-        torch.zeros(12, 3, 21, device=device), k.to(device), v.to(device), cos, sin,
-        wide[0][:, 1:4], wide[1][:, 1:4], slots.to(device), rotary_dim=2, scales=(scales[0][:, 1:4], scales[1][:, 1:4]),
-    )  # fmt: skip
+        (torch.zeros(12, 3, 21, device=device), k.to(device), v.to(device)),
+        Rotation(cos, sin, rotary_dim=2),
+        KvSlots(wide[0][:, 1:4], wide[1][:, 1:4], slots.to(device), (scales[0][:, 1:4], scales[1][:, 1:4])),
+    )
     for rows, cache, of in zip((k, v), wide, scales, strict=True):
         codes, want = reference.quantize_kv(rows, dtype)
         expected, held = torch.zeros(20, 5, rows.shape[-1], dtype=dtype), torch.full((20, 5, 1), 9.0)
@@ -99,15 +107,13 @@ def test_normed_and_rotated_keys(is_interleaved, dtype, device):
     generator = torch.Generator().manual_seed(2)
     draw = lambda *shape: torch.randn(*shape, generator=generator).to(device)  # noqa: E731
     q, k, v, angles = draw(5, 4, 48), draw(5, 2, 48), draw(5, 2, 48), draw(5, 16)
-    options = {
-        "rotary_dim": 32, "is_interleaved": is_interleaved, "norm_weights": (draw(48), draw(48)), "eps": 1e-6
-    }  # fmt: skip
-    where = angles.cos(), angles.sin()
+    rotation = Rotation(angles.cos(), angles.sin(), is_interleaved, rotary_dim=32)
+    norms = HeadNorms(draw(48), draw(48), 1e-6)
     plain, coded = [[torch.zeros(5, 2, 48, dtype=t, device=device) for _ in "kv"] for t in (torch.float32, dtype)]
     scales = torch.zeros(5, 2, 1, device=device), torch.zeros(5, 2, 1, device=device)
     slots = torch.arange(5, device=device)
-    want = rope_to_cache(q, k, v, *where, *plain, slots, **options)
-    got = rope_to_cache(q, k, v, *where, *coded, slots, scales=scales, **options)
+    want = rope_to_cache((q, k, v), rotation, KvSlots(*plain, slots), norms)
+    got = rope_to_cache((q, k, v), rotation, KvSlots(*coded, slots, scales), norms)
     assert torch.equal(got, want)
     for cache, of, rows in zip(coded, scales, plain, strict=True):
         near((cache, of), rows.cpu(), dtype)
@@ -122,14 +128,15 @@ def test_latents_and_shared_keys(dtype, device):
     compressed[:, RANK:] *= 30.0
     cos, sin, slots = angles.cos(), angles.sin(), torch.tensor([4, 0, -1, 7, 2, 5], device=device)
     plain = torch.zeros(8, 1, RANK + ROPE, device=device)
-    latent_to_cache(q_rot, compressed, weight, 1e-6, cos, sin, plain, slots)
+    norm, rotation = (weight, 1e-6), Rotation(cos, sin, True)
+    latent_to_cache(q_rot, compressed, norm, rotation, LatentSlots(plain, slots))
     for is_small in (False, True):
         cache = torch.zeros(8, 1, RANK + ROPE, dtype=dtype, device=device)
         scales = torch.zeros(8, 1, 2, device=device)
         if is_small:
-            norm_to_cache(compressed, (weight, 1e-6), (cos, sin, True), cache, slots, scales=scales)
+            norm_to_cache(compressed, norm, rotation, LatentSlots(cache, slots, scales))
         else:
-            latent_to_cache(q_rot, compressed, weight, 1e-6, cos, sin, cache, slots, scales=scales)
+            latent_to_cache(q_rot, compressed, norm, rotation, LatentSlots(cache, slots, scales))
         near((cache, scales), plain.cpu(), dtype)
         want = numbers(cache, scales, RANK)[:, 0]
         for chosen in (torch.arange(2, 7), torch.tensor([7, 0, 0], dtype=torch.int32)):
@@ -245,9 +252,9 @@ def test_bad_arguments_are_named(dtype, device):
         torch.ones(4, 1, device=device),
         q[:2, 0].clone(),
     )
-    given = (q, q[:, :2], q[:, :2], cos, cos, k, v.float(), slots)
+    given = KvSlots(k, v.float(), slots, (k_scales, None))
     with pytest.raises(TypeError, match="give one type"):
-        rope_to_cache(*given, rotary_dim=2, scales=(k_scales, None))
+        rope_to_cache((q, q[:, :2], q[:, :2]), Rotation(cos, cos, rotary_dim=2), given)
     latents = k[:, :1], k_scales[:, :1].expand(-1, -1, 2).contiguous()
     with pytest.raises(ValueError, match="want codes and a rank"):
         widen_latents(*latents, 32, slots[:2], out)

@@ -9,7 +9,14 @@ import torch
 from torch.nn import functional
 
 from ktransformers.kernels import reference
-from ktransformers.kernels.triton.attention.rope import latent_to_cache, rope_to_cache
+from ktransformers.kernels.triton.attention.rope import (
+    HeadNorms,
+    KvSlots,
+    LatentSlots,
+    Rotation,
+    latent_to_cache,
+    rope_to_cache,
+)
 from ktransformers.kernels.triton.common.elementwise import activate, add_rms_norm, gate_heads, rms_norm
 from ktransformers.kernels.types import Activation, ActivationSpec
 from ktransformers.operators.attention.mla import rotate
@@ -156,9 +163,9 @@ def test_rope_to_cache(heads, kv_heads, dim, dim_v, rotary, is_interleaved, norm
     tables = (torch.cat((cos, cos), 1).to(device), torch.cat((sin, sin), 1).to(device))
     k_cache = torch.full((6, kv_heads, dim), 9.0, device=device)
     v_cache = torch.full((6, kv_heads, dim_v), 9.0, device=device)
-    options = {"rotary_dim": rotary, "is_interleaved": is_interleaved, "norm_weights": weights, "eps": eps}
-    options["norms_rotated"] = norm == "after"
-    out = rope_to_cache(q, k, v, *tables, k_cache, v_cache, slots.to(device), positions=positions.to(device), **options)
+    norms = HeadNorms(*weights, eps, norm == "after") if weights else None
+    rotation = Rotation(*tables, is_interleaved, positions.to(device), rotary)
+    out = rope_to_cache((q, k, v), rotation, KvSlots(k_cache, v_cache, slots.to(device)), norms)
     cos, sin = cos[positions], sin[positions]
 
     def wanted(x, weight):
@@ -179,7 +186,8 @@ def test_rope_to_cache(heads, kv_heads, dim, dim_v, rotary, is_interleaved, norm
     assert torch.equal(v_cache.cpu(), want_v)
     # One row of cos and sin per row, half precision caches.
     halves = (k_cache.half(), v_cache.half())
-    again = rope_to_cache(q, k, v, cos.to(device), sin.to(device), *halves, slots.to(device).long(), **options)
+    rotation = Rotation(cos.to(device), sin.to(device), is_interleaved, rotary_dim=rotary)
+    again = rope_to_cache((q, k, v), rotation, KvSlots(*halves, slots.to(device).long()), norms)
     close(again, out)
     close(halves[0][slots[0]], k_cache[slots[0]].half())
 
@@ -195,9 +203,8 @@ def test_latent_to_cache(is_interleaved, device):
     cos, sin = angles.cos(), angles.sin()
     cache = torch.full((5, 1, rank + rotary), 9.0, device=device)
     slots = torch.tensor([3, -1, 1], device=device)
-    latent_to_cache(
-        q, compressed, weight, eps, cos, sin, cache, slots, is_interleaved=is_interleaved, q_out=absorbed[..., rank:]
-    )
+    rotation, target = Rotation(cos, sin, is_interleaved), LatentSlots(cache, slots)
+    latent_to_cache(q, compressed, (weight, eps), rotation, target, q_out=absorbed[..., rank:])
     wide = compressed.double()
     close(absorbed[..., rank:], rotate(q.double(), cos.double(), sin.double(), is_interleaved))
     assert bool((absorbed[..., :rank] == 9.0).all())
@@ -213,13 +220,14 @@ def test_slots_beyond_the_cache_are_not_written(device):
     x, angles = normal(rows, heads, dim, device=device), normal(rows, dim // 2, device=device, seed=1)
     slots = torch.tensor([4, 3, 1 << 20], device=device)
     memory = torch.full((2, 6, heads, dim), 9.0, device=device)  # caches of 4 slots, and what comes after them
-    rope_to_cache(x, x, x, angles.cos(), angles.sin(), memory[0, :4], memory[1, :4], slots)
+    rotation = Rotation(angles.cos(), angles.sin())
+    rope_to_cache((x, x, x), rotation, KvSlots(memory[0, :4], memory[1, :4], slots))
     assert bool((memory[:, 3] != 9.0).all())
     assert bool((memory[:, 4:] == 9.0).all())
     latents = torch.full((6, 1, rank + dim), 9.0, device=device)
     weight = normal(rank, device=device, seed=2)
     compressed = normal(rows, rank + dim, device=device, seed=3)
-    latent_to_cache(x, compressed, weight, 1e-6, angles.cos(), angles.sin(), latents[:4], slots, is_interleaved=False)
+    latent_to_cache(x, compressed, (weight, 1e-6), rotation, LatentSlots(latents[:4], slots))
     assert bool((latents[3] != 9.0).all())
     assert bool((latents[4:] == 9.0).all())
 
@@ -236,8 +244,8 @@ def test_bad_arguments_are_named(device):
         add_rms_norm(x, x[:1], x[0], 1e-6)
     q, table, ids = normal(2, 1, 8, device=device), normal(2, 4, device=device), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(ValueError, match="rotary_dim must be even"):
-        rope_to_cache(q, q, q, table, table, q, q, ids.to(device), rotary_dim=3)
+        rope_to_cache((q, q, q), Rotation(table, table, rotary_dim=3), KvSlots(q, q, ids.to(device)))
     with pytest.raises(ValueError, match=r"cos .* must have 2 rows of 4 angles"):
-        rope_to_cache(q, q, q, table[:1], table[:1], q, q, ids.to(device))
+        rope_to_cache((q, q, q), Rotation(table[:1], table[:1]), KvSlots(q, q, ids.to(device)))
     with pytest.raises(TypeError, match="slot_mapping must be int32"):
-        rope_to_cache(q, q, q, table, table, q, q, ids.to(device).float())
+        rope_to_cache((q, q, q), Rotation(table, table), KvSlots(q, q, ids.to(device).float()))

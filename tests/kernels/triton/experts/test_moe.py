@@ -23,7 +23,7 @@ if runtime.triton is None:
 
 
 from ktransformers.kernels.triton.experts.align import AlignedPairs, max_blocks, moe_align
-from ktransformers.kernels.triton.experts.matrices import ExpertMatrices, MoeEpilogue
+from ktransformers.kernels.triton.experts.matrices import ExpertMatrices, MoeEpilogue, MoeMatrices, RoutedRows
 from ktransformers.kernels.triton.experts.moe import moe, moe_blocks, moe_sum
 from ktransformers.kernels.triton.experts.workspace import MoeWorkspace, block_rows
 from ktransformers.kernels.triton.quant import repack as repack
@@ -147,7 +147,7 @@ def test_experts(tokens, layout, types, width, inner, device):
     space = MoeWorkspace.allocate(x, top_k, num, up, down)
     out = torch.full((tokens, width), torch.nan, device=device)
     for _ in range(2):  # the second call finds the workspace as the first left it
-        moe(x, ids, weights, gate, up, down, out, workspace=space)
+        moe(RoutedRows(x, ids, weights), MoeMatrices(gate, up, down), out, workspace=space)
     wanted, size = reference(x, ids, weights, gate_values, up_values, down_values)
     # fp16: weights of three products are rounded to 11 bits (2^-11 each at most), the hidden values too, and the parts.
     # Digits are off by 2^-15 of the largest of 32, which is 2^-11 of all terms if it is at most 16 times their mean.
@@ -167,7 +167,8 @@ def test_experts_that_come_in_turns_are_those_that_are_there(qtype, device):
     held = [make(qtype, num, width, width, GpuLayout.CPU_PACKED, device)[0] for _ in range(3)]
     ids, weights = routing(tokens, top_k, num, device)
     x = (torch.randn(tokens, width, generator=torch.Generator().manual_seed(1)) * 0.02).half().to(device)
-    wanted = moe(x, ids, weights, *held)
+    rows = RoutedRows(x, ids, weights)
+    wanted = moe(rows, MoeMatrices(*held))
     space = MoeWorkspace.allocate(x, top_k, num, held[1], held[2])
     block = block_rows(ids.numel(), num)
     slots = torch.tensor([0, 1, 0, 1], dtype=torch.int32, device=device)
@@ -180,7 +181,7 @@ def test_experts_that_come_in_turns_are_those_that_are_there(qtype, device):
             buffer.copy_(one.data[2 * turn : 2 * turn + 2])
         span = (sum(blocks[: 2 * turn]), sum(blocks[: 2 * turn + 2]))
         assert span[1] > span[0]
-        moe_blocks(x, ids, weights, *turns, space, span, num)
+        moe_blocks(rows, MoeMatrices(*turns), space, span, num)
     assert torch.equal(moe_sum(ids, torch.empty_like(x), space, num), wanted)
 
 
@@ -231,7 +232,7 @@ def test_experts_of_gpt_oss(tokens, layout, device):
     x = torch.randn(tokens, width, generator=torch.Generator().manual_seed(1)).half().to(device)
     epilogue = MoeEpilogue(OAI, random_biases(num, inner, width, device))
     out = torch.full((tokens, width), torch.nan, device=device)
-    moe(x, ids, weights, *matrices, out, epilogue=epilogue)
+    moe(RoutedRows(x, ids, weights), MoeMatrices(*matrices, epilogue), out)
     wanted, size = reference_oai(x, ids, weights, values, epilogue.biases)
     # Numbers of MXFP4 are numbers of fp16: what is rounded to 11 bits is hidden values and parts, once each.
     assert ((out.cpu().double() - wanted).abs() <= 2 * 2**-11 * size + 1e-6).all()
@@ -246,7 +247,7 @@ def test_other_activations_without_biases(tokens, kind, device):
     x = (torch.randn(tokens, 64, generator=torch.Generator().manual_seed(1)) / 8).half().to(device)
     ids, weights = torch.zeros(tokens, 1, dtype=torch.int32, device=device), torch.ones(tokens, 1, device=device)
     out = torch.empty(tokens, 64, device=device)
-    moe(x, ids, weights, *matrices, out, epilogue=MoeEpilogue(ActivationSpec(kind)))
+    moe(RoutedRows(x, ids, weights), MoeMatrices(*matrices, MoeEpilogue(ActivationSpec(kind))), out)
     act = functional.gelu if kind is Activation.GELU else lambda v: torch.relu(v) ** 2
     wide = x.cpu().double()
     g, u = wide @ gate[0].T, wide @ up[0].T
@@ -278,8 +279,9 @@ def test_a_token_without_experts_and_no_tokens(device):
     x = torch.ones(2, 32, dtype=torch.float16, device=device)
     ids = torch.tensor([[2, 2], [2, 7]], dtype=torch.int32, device=device)
     weights = torch.ones(2, 2, device=device)
-    assert not moe(x, ids, weights, matrix, matrix, matrix).any()
-    assert moe(x[:0], ids[:0], weights[:0], matrix, matrix, matrix).shape == (0, 32)
+    rows, experts = RoutedRows(x, ids, weights), MoeMatrices(matrix, matrix, matrix)
+    assert not moe(rows, experts).any()
+    assert moe(rows.of(slice(0)), experts).shape == (0, 32)
 
 
 def test_refuses_what_does_not_fit(device):
@@ -287,14 +289,15 @@ def test_refuses_what_does_not_fit(device):
     narrow, _ = make(QuantType.Q4_0, 2, 32, 64, GpuLayout.PLANES, device)
     x = torch.ones(2, 32, dtype=torch.float16, device=device)
     ids, weights = torch.zeros(2, 2, dtype=torch.int32, device=device), torch.ones(2, 2, device=device)
+    rows, experts = RoutedRows(x, ids, weights), MoeMatrices(matrix, matrix, matrix)
     with pytest.raises(TypeError, match="int32"):
-        moe(x, ids.long(), weights, matrix, matrix, matrix)
+        moe(RoutedRows(x, ids.long(), weights), experts)
     with pytest.raises(ValueError, match=r"\[2, k\]"):
-        moe(x, ids[:1], weights[:1], matrix, matrix, matrix)
+        moe(RoutedRows(x, ids[:1], weights[:1]), experts)
     with pytest.raises(ValueError, match="down must fit"):
-        moe(x, ids, weights, matrix, matrix, narrow)
+        moe(rows, MoeMatrices(matrix, matrix, narrow))
     with pytest.raises(ValueError, match="pairs"):
-        moe(x, ids, weights, matrix, matrix, matrix, workspace=MoeWorkspace.allocate(x[:1], 2, 2, matrix, matrix))
+        moe(rows, experts, workspace=MoeWorkspace.allocate(x[:1], 2, 2, matrix, matrix))
     with pytest.raises(ValueError, match="power of two"):
         moe_align(ids, 2, 24)
     with pytest.raises(ValueError, match="AlignedPairs"):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import softplus
 
+from ktransformers.kernels.recurrent_call import ConvCall, GatedNormCall, ScanCall, SelectiveScanCall
 from ktransformers.kernels.triton.common.compiling import watch_launches
 from ktransformers.kernels.triton.recurrent import launch as recurrent
 from ktransformers.kernels.triton.recurrent import mixers as recurrent_mixers
@@ -54,7 +55,7 @@ def test_causal_conv(shape, width, has_bias, dtype, device):
     activation = "silu" if has_bias else "none"
     want = oracle.conv(x, weight, bias if has_bias else None, states, step, activation)
     out = torch.empty(rows, channels, dtype=dtype, device=device)
-    result = recurrent.causal_conv(x, weight, bias if has_bias else None, states, step, activation, out=out)
+    result = recurrent.causal_conv(ConvCall(x, weight, bias if has_bias else None, states, step, activation), out=out)
     assert result is out
     check(out, states, want, dtype)
     assert not bool(out[-2:].any())
@@ -66,8 +67,8 @@ def test_a_sequence_without_rows_leaves_its_slot_alone(device):
     conv, states = normal(2, 3, 24, device=device), normal(2, 1, 8, 8, device=device)
     before = conv[0].clone(), states[0].clone()
     q, k, v, decay, beta = scan_inputs(2, 1, 1, 8, 8, device=device)
-    recurrent.causal_conv(normal(2, 24, device=device), normal(24, 4, device=device), None, conv, step)
-    recurrent.delta_scan(q, k, v, decay, beta, states, step)
+    recurrent.causal_conv(ConvCall(normal(2, 24, device=device), normal(24, 4, device=device), None, conv, step))
+    recurrent.scan_heads(ScanCall(q, k, v, decay, beta, states, step))
     assert torch.equal(conv[0], before[0])
     assert torch.equal(states[0], before[1])
 
@@ -77,8 +78,8 @@ def test_conv_reads_the_columns_that_it_is_told(device):
     x, weight = normal(3, 20, device=device), normal(8, 4, device=device, seed=1)
     columns = torch.tensor([3, 2, 19, 0, 5, 5, 7, 11], dtype=torch.int32, device=device)
     states, same = (torch.zeros(SLOTS, 3, 8, device=device) for _ in range(2))
-    out = recurrent.causal_conv(x, weight, None, states, step, columns=columns)
-    assert torch.equal(out, recurrent.causal_conv(x[:, columns.long()], weight, None, same, step))
+    out = recurrent.causal_conv(ConvCall(x, weight, None, states, step), columns=columns)
+    assert torch.equal(out, recurrent.causal_conv(ConvCall(x[:, columns.long()], weight, None, same, step)))
     assert torch.equal(states, same)
 
 
@@ -103,7 +104,7 @@ def test_delta_scan_of_few_rows(shape, per_key, device):
     inputs = scan_inputs(sum(counts) + 1, 2, 4, 24, 40, per_key, device=device)
     states = normal(SLOTS, 4, 24, 40, device=device, seed=5)
     want = oracle.scan(*inputs, states, step, 1e-6, 24**-0.5)
-    out = recurrent.delta_scan(*inputs, states, step, 1e-6, 24**-0.5)
+    out = recurrent.scan_heads(ScanCall(*inputs, states, step, 1e-6, 24**-0.5))
     check(out, states, want)
     assert not bool(out[-1:].any())
 
@@ -125,7 +126,7 @@ def test_delta_scan_of_many_rows(shape, per_key, device):
     inputs = scan_inputs(sum(counts) + 1, 1, 2, 24, 20, per_key, device=device)
     states = normal(SLOTS, 2, 24, 20, device=device, seed=5)
     want = oracle.scan(*inputs, states, step, 1e-6, 24**-0.5)
-    out = recurrent.delta_scan(*inputs, states, step, 1e-6, 24**-0.5)
+    out = recurrent.scan_heads(ScanCall(*inputs, states, step, 1e-6, 24**-0.5))
     check(out, states, want)
     assert not bool(out[-1:].any())
 
@@ -141,7 +142,7 @@ def test_equal_keys_and_full_corrections(per_key, decay, device):
     step = make_step([rows], [0], device=device)
     states = torch.zeros(1, heads, width, width, device=device)
     want = oracle.scan(*inputs, states, step, 1e-6, 0.25)
-    check(recurrent.delta_scan(*inputs, states, step, 1e-6, 0.25), states, want)
+    check(recurrent.scan_heads(ScanCall(*inputs, states, step, 1e-6, 0.25)), states, want)
 
 
 @pytest.mark.parametrize("key_heads", [1, 4])
@@ -152,7 +153,7 @@ def test_linear_scan(shape, key_heads, device):
     q, k, v, decay, _ = scan_inputs(sum(counts) + 1, key_heads, 4, 16, 24, device=device)
     states = normal(SLOTS, 4, 16, 24, device=device, seed=5)
     want = oracle.scan(q, k, v, decay, None, states, step, None, 0.5)
-    check(recurrent.linear_scan(q, k, v, decay, states, step, 0.5), states, want)
+    check(recurrent.scan_heads(ScanCall(q, k, v, decay, None, states, step, None, 0.5)), states, want)
 
 
 def test_scans_take_bf16(device):
@@ -160,10 +161,10 @@ def test_scans_take_bf16(device):
     inputs = scan_inputs(36, 1, 1, 16, 16, dtype=torch.bfloat16, device=device)
     states = torch.zeros(2, 1, 16, 16, device=device)
     want = oracle.scan(*inputs, states, step, 1e-6, 0.25)
-    out = recurrent.delta_scan(*inputs, states, step, 1e-6, 0.25)
+    out = recurrent.scan_heads(ScanCall(*inputs, states, step, 1e-6, 0.25))
     check(out, states, want)  # rounded nowhere
     rounded = torch.empty_like(out, dtype=torch.bfloat16)
-    near(recurrent.delta_scan(*inputs, states, step, 1e-6, 0.25, out=rounded), want[0], torch.bfloat16)
+    near(recurrent.scan_heads(ScanCall(*inputs, states, step, 1e-6, 0.25), out=rounded), want[0], torch.bfloat16)
 
 
 @pytest.mark.parametrize("has_skip", [False, True])
@@ -178,7 +179,7 @@ def test_selective_scan(shape, has_skip, device):
     states = normal(SLOTS, channels, size, device=device, seed=5)
     arguments = (x, dt, a, both[:, :size], both[:, size:], skip, states, step)
     want = oracle.selective(*arguments)
-    out = recurrent.selective_scan(*arguments)
+    out = recurrent.selective_scan(SelectiveScanCall(*arguments))
     check(out, states, want)
     assert not bool(out[-1:].any())
 
@@ -191,12 +192,12 @@ def test_gated_norm(size, activation, is_gate_first, device):
     weight = normal(size if shared else 96, device=device, seed=2)
     options = {"group_size": size, "is_gate_first": is_gate_first, "activation": activation}
     want = oracle.gated_norm(x, gate, weight, 1e-5, size, is_gate_first, activation)
-    out = recurrent.gated_norm(x, gate, weight, 1e-5, **options)
+    out = recurrent.gated_norm(GatedNormCall(x, gate, weight, 1e-5, **options))
     near(out, want)
     if size == 24:
         split = gate.unflatten(1, (2, 2, size))
-        assert torch.equal(recurrent.gated_norm(x, split, weight, 1e-5, **options), out)
-    assert recurrent.gated_norm(x, gate, weight, 1e-5, out=x, **options) is x
+        assert torch.equal(recurrent.gated_norm(GatedNormCall(x, split, weight, 1e-5, **options)), out)
+    assert recurrent.gated_norm(GatedNormCall(x, gate, weight, 1e-5, **options), out=x) is x
     assert torch.equal(x, out)
 
 
@@ -206,15 +207,15 @@ def test_results_do_not_depend_on_cuts_between_chunks_or_on_neighbours(cut, devi
     rows, heads, width = 150, 2, 16
     inputs = scan_inputs(rows, 1, heads, width, width, device=device)
     whole, parts = (torch.zeros(SLOTS, heads, width, width, device=device) for _ in range(2))
-    out = recurrent.delta_scan(*inputs, whole, make_step([rows], [0], device=device), 1e-6)
+    out = recurrent.scan_heads(ScanCall(*inputs, whole, make_step([rows], [0], device=device), 1e-6))
     before = [each[:cut] for each in inputs]
-    first = recurrent.delta_scan(*before, parts, make_step([cut], [0], device=device), 1e-6)
+    first = recurrent.scan_heads(ScanCall(*before, parts, make_step([cut], [0], device=device), 1e-6))
     after = [torch.cat((each[cut:], each[:40])) for each in inputs]
     step = make_step([rows - cut, 40], [cut, 0], device=device)
     if rows - cut < recurrent.CHUNKED_ROWS:  # row by row then, which agrees to the tolerance only
-        near(recurrent.delta_scan(*after, parts, step, 1e-6)[: rows - cut], out[cut:].double().cpu())
+        near(recurrent.scan_heads(ScanCall(*after, parts, step, 1e-6))[: rows - cut], out[cut:].double().cpu())
         return
-    assert torch.equal(torch.cat((first, recurrent.delta_scan(*after, parts, step, 1e-6)[: rows - cut])), out)
+    assert torch.equal(torch.cat((first, recurrent.scan_heads(ScanCall(*after, parts, step, 1e-6))[: rows - cut])), out)
     assert torch.equal(parts[0], whole[0])
 
 
@@ -222,8 +223,10 @@ def test_a_decoded_row_is_the_same_beside_a_prompt(device):
     inputs = scan_inputs(41, 1, 2, 16, 16, device=device)
     states = normal(SLOTS, 2, 16, 16, device=device, seed=5)
     alone, beside = states.clone(), states.clone()
-    out = recurrent.delta_scan(*(each[:1] for each in inputs), alone, make_step([1], [9], device=device), 1e-6)
-    both = recurrent.delta_scan(*inputs, beside, make_step([1, 40], [9, 0], device=device), 1e-6)
+    out = recurrent.scan_heads(
+        ScanCall(*(each[:1] for each in inputs), alone, make_step([1], [9], device=device), 1e-6)
+    )
+    both = recurrent.scan_heads(ScanCall(*inputs, beside, make_step([1, 40], [9, 0], device=device), 1e-6))
     assert torch.equal(both[:1], out)
     assert torch.equal(beside[0], alone[0])
 
@@ -364,9 +367,9 @@ def test_workspace(is_delta, device, monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
     if is_delta:
-        recurrent.delta_scan(q, k, v, decay, beta, states, step, out=out)
+        recurrent.scan_heads(ScanCall(q, k, v, decay, beta, states, step), out=out)
     else:
-        recurrent.linear_scan(q, k, v, decay, states, step, out=out)
+        recurrent.scan_heads(ScanCall(q, k, v, decay, None, states, step), out=out)
     assert recurrent.workspace_nbytes(40, 2, 16, 24, is_delta=is_delta) == sum(each.nbytes for each in made)
 
 
@@ -374,20 +377,20 @@ def test_bad_arguments_are_named(device):
     step = make_step([2], [0], device=device)
     x, weight, states = normal(2, 8, device=device), normal(8, 4, device=device), torch.zeros(2, 3, 8, device=device)
     with pytest.raises(ValueError, match="x must have shape"):
-        recurrent.causal_conv(x[:, :7], weight, None, states, step)
+        recurrent.causal_conv(ConvCall(x[:, :7], weight, None, states, step))
     with pytest.raises(ValueError, match="2 to 8 columns"):
-        recurrent.causal_conv(x, normal(8, 9, device=device), None, states, step)
+        recurrent.causal_conv(ConvCall(x, normal(8, 9, device=device), None, states, step))
     with pytest.raises(ValueError, match="activation must be one of"):
-        recurrent.causal_conv(x, weight, None, states, step, "gelu")
+        recurrent.causal_conv(ConvCall(x, weight, None, states, step, "gelu"))
     with pytest.raises(TypeError, match="states must be fp32"):
-        recurrent.causal_conv(x, weight, None, states.half(), step)
+        recurrent.causal_conv(ConvCall(x, weight, None, states.half(), step))
     with pytest.raises(ValueError, match="states must have shape"):
-        recurrent.causal_conv(x, weight, None, states[:, :2], step)
+        recurrent.causal_conv(ConvCall(x, weight, None, states[:, :2], step))
     with pytest.raises(ValueError, match=r"step\.save_slots must be contiguous with shape \[1\]"):
-        recurrent.causal_conv(x[:1], weight, None, states, step)
+        recurrent.causal_conv(ConvCall(x[:1], weight, None, states, step))
     wrong = StateStep(step.first_rows.long(), step.read_slots, step.write_slots, step.save_slots, step.kv_lens, 2)
     with pytest.raises(TypeError, match=r"step\.first_rows must be int32"):
-        recurrent.causal_conv(x, weight, None, states, wrong)
+        recurrent.causal_conv(ConvCall(x, weight, None, states, wrong))
     q, k, v, decay, beta = scan_inputs(2, 2, 3, 8, 8, device=device)
     with pytest.raises(ValueError, match="3 value heads cannot share 2 key heads"):
-        recurrent.delta_scan(q, k, v, decay, beta, torch.zeros(2, 3, 8, 8, device=device), step)
+        recurrent.scan_heads(ScanCall(q, k, v, decay, beta, torch.zeros(2, 3, 8, 8, device=device), step))

@@ -20,12 +20,12 @@ from ktransformers.config import DEMO_MODEL_PATH, EngineConfig
 from ktransformers.core import FinishReason, SamplingParams, TokenEvent
 from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.sampling.sampler import RequestSampler, sample_batch
+from ktransformers.engine.step.context import ForwardBatch
+from ktransformers.engine.step.executor import PagedExecutor
 from ktransformers.engine.step.forward import ForwardPass
-from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.errors import CapacityError, KTransformersError
 from ktransformers.kernels.types import QuantType
-from ktransformers.operators.context import ForwardContext
 from ktransformers.tokenizer.grammars import pack_ids
 from tests.support.engines.one_sequence import StaticEngine, static_engine
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
@@ -229,16 +229,9 @@ class _Broken:
     def __init__(self, runner: ModelRunner, position: int):
         self._runner, self._position = runner, position
 
-    def reduced_step(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        context: ForwardContext,
-        keep: torch.Tensor,
-        needs: Sequence[int] | None,
-    ) -> torch.Tensor:
-        logits = self._runner.step(token_ids, positions, context, keep).clone()
-        logits[positions[keep] == self._position] = float("nan")
+    def reduced_step(self, batch: ForwardBatch, needs: Sequence[int] | None) -> torch.Tensor:
+        logits = self._runner.step(batch).clone()
+        logits[batch.positions[batch.keep] == self._position] = float("nan")
         return logits
 
 

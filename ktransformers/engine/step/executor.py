@@ -21,7 +21,7 @@ from ktransformers.engine.media.family import PictureFamily
 from ktransformers.engine.media.features import PictureEncoder
 from ktransformers.engine.sampling.logits_request import StepLogits
 from ktransformers.engine.sampling.sampler import RequestSampler, TokenMask, sample_each
-from ktransformers.engine.step.context import OneTokenStep, paged_context
+from ktransformers.engine.step.context import ForwardBatch, OneTokenStep, paged_context
 from ktransformers.engine.step.drafts import EngineDrafter, computed_rows, with_drafts
 from ktransformers.engine.step.executor_runs import (
     FIRST_ROW,
@@ -41,6 +41,7 @@ from ktransformers.engine.step.executor_runs import (
     with_pictures,
 )
 from ktransformers.engine.step.hidden import Pooled
+from ktransformers.engine.step.hot import StepExperts
 from ktransformers.engine.step.kv_offload import TieredCache
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.cpu import WorkerPool
@@ -66,14 +67,12 @@ logger = logging.getLogger(__name__)
 class PagedExecutor:
     """Executes steps in their order. One caller at a time.
 
-    expert_counts, take_counts: see ExpertStats.totals and take_counts; asked after each step while counts_experts says
-    that somebody wants to know. mask_of: asked when a run starts, for what decides which tokens may come next
-    (structured output). eos_token_ids: see RequestSampler. recorder: takes what steps took while a profile is written;
-    set between steps. new_runtime: makes what records what is below Python, for a recorder. tiers: what is below the
-    cache. hand_over: called in steps that do not run apart, once others may have Python: right before they are
-    computed. take_hot: what is new of experts in slots of GPUs, see StepResult.hot; after each step. take_stored:
-    likewise, of experts in files, StepResult.stored. lend: called before each step, with StepPlan.is_long. mend_model:
-    see Ranks.recover. drafter: finds draft tokens that a plan leaves to the engine. pictures: computes pictures; None:
+    experts: asked after each step what StepResult says of them, of counts while counts_experts says that somebody wants
+    to know. mask_of: asked when a run starts, for what decides which tokens may come next (structured output).
+    eos_token_ids: see RequestSampler. recorder: takes what steps took while a profile is written; set between steps.
+    new_runtime: makes what records what is below Python, for a recorder. tiers: what is below the cache. hand_over:
+    called in steps that do not run apart, once others may have Python: right before they are computed. mend_model: see
+    Ranks.recover. drafter: finds draft tokens that a plan leaves to the engine. pictures: computes pictures; None:
     requests with some end. find_damage: what to say of the weights where logits or an embedding are no numbers.
     """
 
@@ -84,9 +83,6 @@ class PagedExecutor:
     counts_experts = True
     hand_over: Callable[[], None] | None = None
     new_runtime: Callable[[], Runtime | None] = staticmethod(lambda: None)
-    take_hot: Callable[[], tuple[int, int, int, int]] = staticmethod(lambda: (0, 0, 0, 0))
-    take_stored: Callable[[], tuple[int, int, int, float, int]] = staticmethod(lambda: (0, 0, 0, 0.0, 0))
-    lend: Callable[[bool], None] = staticmethod(lambda is_long: None)
     mend_model: Callable[[], None] = staticmethod(lambda: None)
     find_damage: Callable[[], str] = staticmethod(str)
 
@@ -96,17 +92,15 @@ class PagedExecutor:
         cache: PagedCache,
         pool: WorkerPool,
         vocab_size: int,
-        expert_counts: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
+        experts: StepExperts | None = None,
         mask_of: Callable[[NewSequence], TokenMask | None] | None = None,
-        take_counts: Callable[[], bytes] = bytes,
         eos_token_ids: Sequence[int] = (),
     ):
         self.runner, self._cache, self._pool, self._vocab_size = runner, cache, pool, vocab_size
-        self._expert_counts, self._take_counts = expert_counts, take_counts
+        self.experts = experts or StepExperts()
         self._mask_of = mask_of or (lambda start: None)
         self._eos_token_ids = tuple(eos_token_ids)
         self._pool_size = max((shape.index_pool for shape in cache.shapes), default=1)
-        self._counted = expert_counts()  # as it was after the last step
         self._runs: dict[int, ExecutorRun] = {}
         self._previous: list[int] = []  # tokens that the step before sampled, by sampled row
         self._begun: dict[int, StepTensors] = {}  # by step
@@ -150,7 +144,7 @@ class PagedExecutor:
         """
         if self.runner.begins_ahead and plan.rows and all(row.token_source is None for row in plan.rows):
             made = self._inputs(plan, self._new_step())
-            self.runner.begin(made.token_ids, made.positions, made.context, made.keep)
+            self.runner.begin(made.batch)
             self._begun[plan.step_id] = made
 
     def prepare(self, plan: StepPlan) -> None:
@@ -165,7 +159,7 @@ class PagedExecutor:
         is_plain = self.drafter is None and self.recorder is None and plan.tiers is None
         if steps is None or not is_plain or any(run.pooled for run in made.runs):
             return
-        if steps.launch_held(made.token_ids, made.positions, made.context, made.keep):
+        if steps.launch_held(made.batch):
             self._held = made
 
     def _release(self, *, is_wanted: bool) -> None:
@@ -178,12 +172,12 @@ class PagedExecutor:
         self._held, self._has_lost_step = None, not is_wanted
         steps = self.runner.held_steps
         assert steps is not None, "it holds a step"
-        steps.release(held.token_ids, is_wanted=is_wanted)
+        steps.release(held.batch.token_ids, is_wanted=is_wanted)
 
     def _complete(self, inputs: StepTensors) -> None:
         """Fill in tokens that the step before has sampled."""
         for index, source in inputs.sources:
-            inputs.token_ids.numpy()[index] = self._previous[source]
+            inputs.batch.token_ids.numpy()[index] = self._previous[source]
 
     def _new_step(self) -> OneTokenStep:
         """For a step whose inputs are made while those of another one are read."""
@@ -203,7 +197,7 @@ class PagedExecutor:
         positions, context = paged_context(self._cache, self._pool, rows, tables)
         positions, context = with_pictures(rows, runs, positions, context, self._family, self._pool_size)
         keep = torch.from_numpy(np.array(kept.rows, dtype=np.int64))
-        return StepTensors(runs, kept, torch.from_numpy(token_ids), positions, context, keep, sources)
+        return StepTensors(runs, kept, ForwardBatch(torch.from_numpy(token_ids), positions, context, keep), sources)
 
     @staticmethod
     def _one_token(row: ScheduledSequence, runs: Sequence[ExecutorRun], step: OneTokenStep) -> StepTensors:
@@ -215,7 +209,7 @@ class PagedExecutor:
         else:
             kept, keep = ONE_KEPT, FIRST_ROW
         sources = () if row.token_source is None else ((0, row.token_source),)
-        return StepTensors(runs, kept, step.token_ids, step.positions, context, keep, sources)
+        return StepTensors(runs, kept, ForwardBatch(step.token_ids, step.positions, context, keep), sources)
 
     @property
     def runs_apart(self) -> bool:
@@ -237,7 +231,7 @@ class PagedExecutor:
                 raise
             logger.error("a step failed, and the answers that were in it end: %s", error)
             self._previous = [0] * sum(row.is_sampled for row in plan.rows)
-            return msgspec.structs.replace(unread_result(plan, str(error)), stored=self.take_stored())
+            return msgspec.structs.replace(unread_result(plan, str(error)), stored=self.experts.take_stored())
 
     def _computed(self, plan: StepPlan, meanwhile: Callable[[], None] | None) -> StepResult:
         began_ns = time.monotonic_ns()
@@ -254,7 +248,7 @@ class PagedExecutor:
         kept, recorder = inputs.kept, self.recorder
         if recorder is not None:
             recorder.begin_step(plan.step_id, plan.num_tokens, [kept.rows[at] for at in kept.sampled])
-        self.lend(plan.is_long)
+        self.experts.hot.lend(plan.is_long)
         try:
             logits = self._forward(rows, inputs)
             sampling_ns = time.monotonic_ns()
@@ -262,7 +256,7 @@ class PagedExecutor:
             results = self._embedded(rows, inputs.runs, results)
             self._previous = [last_token(result) for result in results]
             # Before the next step goes on, whose experts are counted in the same places.
-            experts, counts = self._experts_used() if self.counts_experts else ((0, 0, 0), b"")
+            experts, counts = self.experts.take_counts() if self.counts_experts else ((0, 0, 0), b"")
             self._release(is_wanted=True)
         finally:
             self._release(is_wanted=False)  # of a step that failed: a GPU that waits for ever ends nothing
@@ -271,7 +265,7 @@ class PagedExecutor:
         observing_ns = time.monotonic_ns()
         if self.drafter is not None and plan.is_observed:
             self.drafter.observe(computed_rows(rows, inputs, results))
-        ended_ns, stored = time.monotonic_ns(), self.take_stored()
+        ended_ns, stored = time.monotonic_ns(), self.experts.take_stored()
         if recorder is not None:
             drawn = [sum(1 for _ in result.tokens) for result in results]
             record = self._record(plan, kept, drawn, (began_ns, ended_ns, sampling_ns), recorder.epoch)
@@ -285,7 +279,7 @@ class PagedExecutor:
             observe_seconds=(ended_ns - observing_ns) / 1e9,
             experts=experts,
             expert_counts=counts,
-            hot=self.take_hot(),
+            hot=self.experts.hot.take(),
             stored=stored,
             failed=[(row.run_id, run.failure) for row, run in zip(rows, inputs.runs, strict=True) if run.failure],
             tiers=self._tier_result((ended_ns - copied_ns) / 1e9),
@@ -296,11 +290,6 @@ class PagedExecutor:
         ended = [(run_id, run) for run_id in run_ids if (run := self._runs.pop(run_id, None)) is not None]
         if self.drafter is not None and ended:
             self.drafter.end([(run_id, run.block_table) for run_id, run in ended])
-
-    def _experts_used(self) -> tuple[tuple[int, int, int], bytes]:
-        """What StepResult has of experts, since this was asked last."""
-        before, self._counted = self._counted, self._expert_counts()
-        return _difference(self._counted, before), self._take_counts()
 
     def _tier_result(self, row_seconds: float = 0.0) -> TierResult | None:
         return None if self.tiers is None else self.tiers.result(row_seconds)
@@ -338,12 +327,11 @@ class PagedExecutor:
         return begun_run(start, self.pictures, sampler_of)
 
     def _forward(self, rows: Sequence[ScheduledSequence], inputs: StepTensors) -> StepLogits:
-        ids, positions, context, keep = inputs.token_ids, inputs.positions, inputs.context, inputs.keep
         needs, pooled = needs_of(rows, inputs), [run.pooled for run in inputs.runs]
         if not any(pooled):
-            return self.runner.reduced_step(ids, positions, context, keep, needs)
+            return self.runner.reduced_step(inputs.batch, needs)
         with self.runner.hook.watch() as seen:
-            logits = self.runner.reduced_step(ids, positions, context, keep, needs)
+            logits = self.runner.reduced_step(inputs.batch, needs)
         first = 0
         for one, row in zip(pooled, rows, strict=True):
             if one is not None:
@@ -446,7 +434,3 @@ def _whole(logits: StepLogits) -> torch.Tensor:
     """Of a step without needs."""
     assert isinstance(logits, torch.Tensor)
     return logits
-
-
-def _difference(now: tuple[int, int, int], before: tuple[int, int, int]) -> tuple[int, int, int]:
-    return now[0] - before[0], now[1] - before[1], now[2] - before[2]

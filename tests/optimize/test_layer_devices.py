@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ktransformers.optimize.spread import spread_layers
+from ktransformers.optimize.layer_devices import spread_layers
 
 
 def test_by_hand() -> None:
