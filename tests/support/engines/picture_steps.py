@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -15,8 +16,10 @@ from tests.support.engines.picture_engines import Prompt
 _RUNS = itertools.count(1)
 
 
-def logits_of(engine: Engine, prompt: Prompt, answer: Sequence[int], cuts: Sequence[int]) -> torch.Tensor:
-    """Logits of all positions, from steps of so many rows of the prompt, the rest of it, and one row each of the
+def logits_of(
+    engine: Engine, prompt: Prompt, answer: Sequence[int], cuts: Sequence[int], *, last: bool = False
+) -> torch.Tensor:
+    """Logits of all positions, or of the last one of each step, from steps of so many rows of the prompt, the rest of it, and one row each of the
     answer."""
     executor, run_id = engine.executor, next(_RUNS)
     ids = [*prompt.ids, *answer]
@@ -42,7 +45,7 @@ def logits_of(engine: Engine, prompt: Prompt, answer: Sequence[int], cuts: Seque
         )
         plan = StepPlan(step_id=1, starts=[], rows=[row], ended=[])
         made = executor._inputs(plan, executor._new_step())
-        keep = torch.arange(end - first)
-        found.append(executor.runner.step(made.token_ids, made.positions, made.context, keep).clone())  # type: ignore[attr-defined]
+        keep = torch.arange(end - first)[-1:] if last else torch.arange(end - first)
+        found.append(executor.runner.step(replace(made.batch, keep=keep)).clone())  # type: ignore[attr-defined]
     executor._end([run_id])
     return torch.cat(found)
