@@ -90,6 +90,11 @@ class PictureRows:
     ends_in_full: bool = False
     ends_in_windows: bool = False
 
+    @property
+    def is_seen_ahead(self) -> bool:
+        """Whether rows see what is behind them, in the rest of their picture."""
+        return self.ends is not None
+
     def to(self, device: torch.device) -> PictureRows:
         """Return the same on `device`, for its layers: without what only the embedding's place needs."""
         by_layer = tuple(part.to(device) for part in self.by_layer)

@@ -9,8 +9,9 @@ A decode step on a GPU is replayed: `decode.py` pads its inputs (`decode_inputs.
 rows a sequence, of prompts or of draft tokens, have sizes of their own (`StepSize`: rows, sequences, and how many rows'
 logits are kept); `graph_sizes.py` finds which of them a model allows. A step in which the host decides something runs
 eagerly (`ForwardContext.is_replayable`); the pieces between such decisions are not captured. Rows without a token have
-slot -1, so nothing is cached, and length 0, so nothing is attended to. Steps that show pictures (`engine/media`) run
-eagerly, too. What they call CUDA for is an argument, so tests run them over a stream that is a thread.
+slot -1, so nothing is cached, and length 0, so nothing is attended to. Steps that show pictures (`engine/media`) have
+graphs of their own, captured when the first of them comes, unless rows see all of their picture, or layers have pools.
+What they call CUDA for is an argument, so tests run them over a stream that is a thread.
 
 `fused_decode.py` leaves the model's own code out where every layer is native, if the logits are the same bits;
 `logits_fetch.py` brings back what choosing the token takes; `expert_streaming.py` sets up experts streamed over

@@ -105,7 +105,8 @@ class CUDAGraphRunner:
         self._marks: StepTimers | None = None
         self._most_timed: int | None = None
         self.reason: str | None = None  # why not all sizes were captured
-        self._suited: dict[tuple[int, int, int, int], StepSize | None] = {}  # what `size_of` has found
+        self._suited: dict[tuple[int, ...], StepSize | None] = {}  # what `size_of` has found
+        self._failed: set[StepSize] = set()  # of steps with pictures
         decode = {StepSize(size, size) for size in batch_sizes}
         if not decode or min(decode).rows < 1:
             raise ValueError(f"batch sizes must be at least one and positive, got {list(batch_sizes)}")
@@ -126,7 +127,7 @@ class CUDAGraphRunner:
     def mixed_sizes(self) -> tuple[StepSize, ...]:
         """Sizes of steps of several rows a sequence that were captured, or that they are padded to, draft tokens or
         prompts."""
-        return tuple(size for size in sorted(self._captured) if not size.is_decode)
+        return tuple(size for size in sorted(self._captured) if not size.is_decode and size.is_plain)
 
     def capture(self, sizes: Sequence[StepSize], backend: GraphBackend, progress: Callable[[int, int], None]) -> None:
         """Capture steps of these sizes, in this order, until one cannot be captured. The constructor calls this."""
@@ -155,6 +156,28 @@ class CUDAGraphRunner:
             work.captured()  # forget what a failed capture left
         graph, logits = backend.capture(lambda: self._run(static.inputs))
         return _Captured(graph, logits, static, tuple((work, work.captured()) for work in works))
+
+    def _capture_late(self, size: StepSize) -> bool:
+        """Capture steps of a size with pictures when the first of them comes: few models get any, and what their
+        pictures bring is known by then. Whether that could be done."""
+        if size in self._failed:
+            return False
+        began, plain = time.perf_counter(), self._captured[replace(size, axes=1, depth=0)]
+        if self._backend is not None:
+            self._backend.wait()  # the step before may still read its inputs, whose memory is the same
+        static = self._make(size)
+        if self._backend is None or plain.graph is None:
+            self._captured[size] = _Captured(None, None, static, ())
+            return True
+        self._backend.warm_up(lambda: self._run(static.inputs))
+        try:
+            self._captured[size] = self._capture(static, self._backend)
+        except RuntimeError as error:
+            self._failed.add(size)
+            logger.warning("steps with pictures of up to %s run without CUDA graphs: %s", size, _first_line(error))
+            return False
+        logger.info("captured a CUDA graph for %s in %.1f s", size, time.perf_counter() - began)
+        return True
 
     def time_steps(self, marks: StepTimers | None, most_rows: int | None = None) -> None:
         """Time the steps that are due with `marks`, from the next step on; None: none. Captures the sizes again, with
@@ -186,25 +209,29 @@ class CUDAGraphRunner:
     def _is_replayed(self, size: StepSize) -> bool:
         return self._most_timed is None or size.rows <= self._most_timed
 
-    def size_of(self, rows: int, kept: int, seqs: int, pages: int) -> StepSize | None:
+    def size_of(self, rows: int, kept: int, seqs: int, pages: int, *, axes: int = 1, depth: int = 0) -> StepSize | None:
         """Return the size that a step of so many rows runs in, which keeps the logits of so many; None: it fits
-        none."""
-        kind = rows, kept, seqs, pages
+        none. axes, depth: see StepSize; what is not plain takes the sizes of steps with prompts."""
+        kind = rows, kept, seqs, pages, axes, depth
         if kind not in self._suited:
             if len(self._suited) >= _MOST_SUITED:
                 self._suited.clear()
+            is_plain = axes == 1 and not depth
             fitting = (
                 size
                 for size, captured in self._captured.items()
-                if size.rows >= rows and size.seqs >= seqs and size.kept >= kept and pages <= captured.static.num_pages
+                if size.is_plain and size.rows >= rows and size.seqs >= seqs and size.kept >= kept
+                if pages <= captured.static.num_pages and (is_plain or size.kind == "other")
             )
             suiting = filter(self._is_replayed, fitting)
-            self._suited[kind] = min(suiting, key=lambda size: size.waste(rows, seqs, kept), default=None)
+            found = min(suiting, key=lambda size: size.waste(rows, seqs, kept), default=None)
+            self._suited[kind] = None if found is None else replace(found, axes=axes, depth=depth)
         return self._suited[kind]
 
     def _find(self, inputs: DecodeInputs) -> _Captured | None:
-        size = self.size_of(inputs.num_rows, inputs.num_kept, *inputs.block_table.shape)
-        if size is None:
+        rows, table = inputs.num_rows, inputs.block_table
+        size = self.size_of(rows, inputs.num_kept, *table.shape, axes=inputs.axes, depth=inputs.depth)
+        if size is None or (size not in self._captured and not self._capture_late(size)):
             return None
         is_due = self._marks is not None and self._marks.is_due()
         return (self._timed.get(size) if is_due else None) or self._captured[size]

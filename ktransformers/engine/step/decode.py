@@ -28,7 +28,7 @@ from ktransformers.engine.step.decode_inputs import (
     decode_batch_sizes,
     shared_nbytes,
 )
-from ktransformers.engine.step.forward import ForwardPass, StepInputs
+from ktransformers.engine.step.forward import ForwardPass, StepInputs, batched_positions
 from ktransformers.engine.step.layout import StepLayout
 from ktransformers.engine.step.logits_fetch import LogitsFetch
 from ktransformers.engine.step.lookup import STAGED_ROWS
@@ -137,19 +137,23 @@ class DecodeSteps:
     def takes(self, batch: ForwardBatch) -> bool:
         """Whether `step` is to run a step."""
         context, rows, num_kept = batch.context, len(batch), len(batch.keep)
-        if context.pictures is not None:
-            return False
-        if rows <= self.max_rows:
+        axes, depth, pictures = 1, 0, context.pictures
+        if pictures is not None:
+            is_whole = pictures.is_seen_ahead or pictures.pool_starts is not None
+            if is_whole or any(part.shape[-1] != self._layout.width for part in pictures.by_layer):
+                return False
+            axes, depth = batch.positions.numel() // rows, len(pictures.by_layer)
+        elif rows <= self.max_rows:
             return True
-        if self._graphs.size_of(rows, num_kept, *context.block_table.shape) is None:
+        if self._graphs.size_of(rows, num_kept, *context.block_table.shape, axes=axes, depth=depth) is None:
             return False
         return num_kept == rows or not StepRuns.is_materialized(context, self._choices)
 
     def is_shared(self, batch: ForwardBatch) -> bool:
         """Whether `step` can give other processes a step through memory that they share."""
         rows, table = len(batch), batch.context.block_table
-        if self._layout.ngrams:
-            return False  # each process keeps the last tokens of its sequences itself
+        if self._layout.ngrams or batch.context.pictures is not None:
+            return False  # each process keeps the last tokens of its sequences, and what pictures show, itself
         return rows < STAGED_ROWS and self._graphs.is_shared(rows, len(batch.keep), *table.shape)
 
     def _run(self, inputs: DecodeInputs) -> Tensor:
@@ -167,13 +171,14 @@ class DecodeSteps:
             block_table=inputs.block_table,
             states=inputs.states,
             token_ids=inputs.token_ids,
+            pictures=inputs.pictures,
             turned=inputs.positions if any(shape.index_pool > 1 for shape in self._cache.shapes) else None,
             is_replayable=True,
         ).replicated(device.torch_device for device in self._layout.devices)
         entry, last = self._layout.entry, self._layout.last
         assert inputs.keep is not None, "steps say which rows are kept"
         hidden, keep = entry.to_device(inputs.hidden_states), last.move(inputs.keep)
-        logits = self._forward.run(StepInputs(hidden[None], inputs.positions[None], keep, context))
+        logits = self._forward.run(StepInputs(hidden[None], batched_positions(inputs.positions), keep, context))
         return self._kept(logits)
 
     def _kept(self, logits: Tensor) -> Tensor:
@@ -223,7 +228,9 @@ class DecodeSteps:
         """Launch the step behind the one under way, held until `release` brings its tokens: see
         CUDAGraphRunner.launch_held. `step` is called for it after that."""
         rows = len(batch)
-        if rows >= STAGED_ROWS or not self._has_lookup_here or self._fetch is None or not self.takes(batch):
+        if rows >= STAGED_ROWS or batch.context.pictures is not None:
+            return False
+        if not self._has_lookup_here or self._fetch is None or not self.takes(batch):
             return False
         unknown = torch.empty(rows, self._layout.width, device="meta")
         self._held = batch.context
@@ -251,6 +258,7 @@ class DecodeSteps:
             self._has_lookup_here = hidden_states.device.type == "cpu"
         else:
             hidden_states = self._lookup(batch.token_ids, batch.context)
+        hidden_states = self._forward.shown(hidden_states, batch.context)
         return self._graphs.forward(_inputs_of(hidden_states, batch), is_shared=is_shared)
 
 
@@ -266,4 +274,5 @@ def _inputs_of(hidden_states: Tensor, batch: ForwardBatch) -> DecodeInputs:
         context.states,
         batch.token_ids,
         batch.keep,
+        context.pictures,
     )

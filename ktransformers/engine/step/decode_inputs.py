@@ -12,13 +12,14 @@ table.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ktransformers.engine.step.broadcast import StepBlocks
 from ktransformers.kernels.types import StateStep
+from ktransformers.operators.context import PictureRows
 
 __all__ = [
     "SHARED_ROWS",
@@ -46,14 +47,25 @@ longer a step is, and memory that is shared is pinned."""
 @dataclass(frozen=True, slots=True, order=True)
 class StepSize:
     """The size of a graph: how many rows it takes, of how many sequences at most, and of how many rows logits are kept:
-    of as many as there are sequences where `kept` is not given."""
+    of as many as there are sequences where `kept` is not given.
+
+    axes: of rotary positions, 1, or 3 where rows may show pictures that are turned to time, height and width. depth:
+    how many layers there are behind which pictures add something (deepstack).
+    """
 
     rows: int
     seqs: int
     kept: int = 0
+    axes: int = 1
+    depth: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kept", self.kept or self.seqs)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether rows bring hidden states alone, with one rotary position each."""
+        return self.axes == 1 and not self.depth
 
     @property
     def is_decode(self) -> bool:
@@ -80,7 +92,8 @@ class StepSize:
     def __str__(self) -> str:
         if self.is_decode:
             return str(self.rows)
-        return f"{self.rows} {'drafted ' if self.is_draft else ''}rows of {self.seqs}"
+        kind = "drafted " if self.is_draft else "" if self.is_plain else "shown "
+        return f"{self.rows} {kind}rows of {self.seqs}"
 
 
 def decode_batch_sizes(max_batch_size: int) -> tuple[int, ...]:
@@ -123,7 +136,7 @@ class DecodeInputs:
     """
 
     hidden_states: Tensor  # [T, H], what the embedding gave
-    positions: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T], or [3, T] of three axes
     slot_mapping: Tensor  # int64 [T]
     seq_ids: Tensor  # int32 [T]
     kv_lens: Tensor  # int32 [T]
@@ -131,6 +144,17 @@ class DecodeInputs:
     states: StateStep | None = None
     token_ids: Tensor | None = None  # int64 [T]; None for a step of a model whose layers look nothing up
     keep: Tensor | None = None  # int64 [N]
+    pictures: PictureRows | None = None  # whose hidden states are in hidden_states already
+
+    @property
+    def axes(self) -> int:
+        """Axes of rotary positions, see StepSize."""
+        return 1 if self.positions.dim() == 1 else len(self.positions)
+
+    @property
+    def depth(self) -> int:
+        """Layers behind which pictures add something, see StepSize."""
+        return 0 if self.pictures is None else len(self.pictures.by_layer)
 
     @property
     def num_rows(self) -> int:
@@ -154,6 +178,7 @@ class DecodeInputs:
             None if self.states is None else self.states.to(device, kv_lens),
             None if self.token_ids is None else self.token_ids.to(device),
             None if self.keep is None else self.keep.to(device),
+            None if self.pictures is None else self.pictures.to(device),
         )
 
 
@@ -178,7 +203,7 @@ class _Extent:
     def fields(self) -> tuple[tuple[int, torch.dtype], ...]:
         """Elements of each type: hidden states, then numbers of either size."""
         rows = self.size.rows
-        wide = 3 * rows + self.size.kept
+        wide = (2 + self.size.axes) * rows + self.size.kept
         return (rows * self.width, self.dtype), (wide, torch.int64), (sum(self.words), torch.int32)
 
     @property
@@ -192,23 +217,24 @@ class _Extent:
             parts.append(data[at : at + numel * kind.itemsize].view(kind))
             at += _aligned(numel * kind.itemsize)
         hidden, wide, words = parts
-        seq_ids, kv_lens, table, *slots = torch.split(words, list(self.words))
+        positions, slots, token_ids, keep = torch.split(wide, [self.size.axes * rows, rows, rows, self.size.kept])
+        seq_ids, kv_lens, table, *state_slots = torch.split(words, list(self.words))
         states = None
         if self.has_states:
-            first_rows, read, write, saves = slots
+            first_rows, read, write, saves = state_slots
             # Sequences of few and of many rows are told apart on the device where there may be either.
             most = rows if self.size.kind == "other" else None
             states = StateStep(first_rows, read, write, saves, kv_lens, most)
         return DecodeInputs(
             hidden.view(rows, self.width),
-            wide[:rows],
-            wide[rows : 2 * rows],
+            positions if self.size.axes == 1 else positions.view(self.size.axes, rows),
+            slots,
             seq_ids,
             kv_lens,
             table.view(self.size.seqs, self.pages),
             states,
-            wide[2 * rows : 3 * rows],
-            wide[3 * rows :],
+            token_ids,
+            keep,
         )
 
 
@@ -279,7 +305,7 @@ class _HostInputs:
         self._clear(rows if has_hidden else 0)
         if has_hidden:
             self._write_hidden(source.hidden_states)
-        self._positions[:rows] = source.positions.numpy()
+        self._positions[..., :rows] = source.positions.numpy()
         if source.token_ids is not None:
             self._token_ids[:rows] = source.token_ids.numpy()
         self._slot_mapping[:rows] = source.slot_mapping.numpy()
@@ -346,9 +372,17 @@ class StaticInputs:
         self.num_pages, self.device, self._memory = num_pages, memory.device, memory
         self._data, staged = memory.take(extent.nbytes)
         self.inputs, self._hosts = extent.views(self._data), [_HostInputs(extent, one) for one in staged]
+        if self.size.depth:
+            self.inputs = replace(self.inputs, pictures=self._adding_nothing(width, dtype))
         shared = memory.shared if self.size.rows <= SHARED_ROWS else ()
         self._shared = [_HostInputs(extent, slot[: extent.nbytes]) for slot in shared]
         self.pad()
+
+    def _adding_nothing(self, width: int, dtype: torch.dtype) -> PictureRows:
+        """All rows of the graph, to each of which zeros are added behind each layer: where pictures write theirs."""
+        rows = torch.arange(self.size.rows, device=self.device)
+        zeros = (torch.zeros(self.size.rows, width, dtype=dtype, device=self.device) for _ in range(self.size.depth))
+        return PictureRows(rows, torch.empty(0, width, dtype=dtype, device=self.device), tuple(zeros))
 
     @property
     def is_shared(self) -> bool:
@@ -378,6 +412,17 @@ class StaticInputs:
         self.send()
         if source.hidden_states.device == self.device and self.device.type != "cpu":
             self.inputs.hidden_states[: source.num_rows] = source.hidden_states
+        if self.inputs.pictures is not None:
+            self._add(source.pictures)
+
+    def _add(self, pictures: PictureRows | None) -> None:
+        """Take what pictures add behind layers, in the order of the current stream."""
+        assert self.inputs.pictures is not None, "this size has room for it"
+        shown = None if pictures is None else pictures.to(self.device)
+        for layer, added in enumerate(self.inputs.pictures.by_layer):
+            added.zero_()
+            if shown is not None and layer < len(shown.by_layer):
+                added.index_copy_(0, shown.rows, shown.by_layer[layer].to(added.dtype))
 
     def stage(self, source: DecodeInputs) -> None:
         """Take `source`, on the CPU, and pad it, for `send`. The step before the last one must be over.

@@ -26,7 +26,7 @@ from ktransformers.operators.layers.native_stack import NativeStack
 from ktransformers.operators.layers.traced import layer_list
 from ktransformers.operators.recorder import intercepted
 
-__all__ = ["ForwardPass", "StepInputs"]
+__all__ = ["ForwardPass", "StepInputs", "batched_positions"]
 
 logger = logging.getLogger(__name__)
 
@@ -101,12 +101,12 @@ class ForwardPass:
         layout = self._whole_layout
         assert layout is not None, "only models that were planned show pictures"
         context = replace(batch.context, token_ids=batch.token_ids)
-        embedded = self._shown(TokenLookup(layout).on_host(batch.token_ids, context), context)
+        embedded = self.shown(TokenLookup(layout).on_host(batch.token_ids, context), context)
         tokens = layout.split(embedded[None])
-        return self._logits(positions=_batched(batch.positions), keep=batch.keep, context=context, **tokens)
+        return self._logits(positions=batched_positions(batch.positions), keep=batch.keep, context=context, **tokens)
 
-    def _shown(self, embedded: Tensor, context: ForwardContext) -> Tensor:
-        """What the embedding gave, [T, width], with pictures in their rows; unless it came from another stage."""
+    def shown(self, embedded: Tensor, context: ForwardContext) -> Tensor:
+        """Return what the embedding gave, [T, width], with pictures in their rows, unless another stage gave it."""
         pictures = context.pictures
         if pictures is None or _is_later_stage(self.model):
             return embedded
@@ -125,8 +125,8 @@ class ForwardPass:
         if 0 < self.block_rows < len(batch):
             context = context.in_blocks(self.block_rows)
         return StepInputs(
-            hidden_states=self._shown(self.lookup(batch.token_ids, context), context)[None],
-            positions=layout.entry.move(_batched(batch.positions)),
+            hidden_states=self.shown(self.lookup(batch.token_ids, context), context)[None],
+            positions=layout.entry.move(batched_positions(batch.positions)),
             keep=layout.last.move(batch.keep),
             context=context.replicated(device.torch_device for device in layout.devices),
         )
@@ -152,8 +152,8 @@ class ForwardPass:
         return logits
 
 
-def _batched(positions: Tensor) -> Tensor:
-    """Positions [T] or [3, T], as models take them."""
+def batched_positions(positions: Tensor) -> Tensor:
+    """Return positions [T] or [3, T] as models take them: [1, T] or [3, 1, T]."""
     return positions[None] if positions.dim() == 1 else positions[:, None]
 
 

@@ -16,8 +16,10 @@ from tests.support.engines.picture_engines import Prompt
 _RUNS = itertools.count(1)
 
 
-def logits_of(engine: Engine, prompt: Prompt, answer: Sequence[int], cuts: Sequence[int]) -> torch.Tensor:
-    """Logits of all positions, from steps of so many rows of the prompt, the rest of it, and one row each of the
+def logits_of(
+    engine: Engine, prompt: Prompt, answer: Sequence[int], cuts: Sequence[int], *, last: bool = False
+) -> torch.Tensor:
+    """Logits of all positions, or of the last one of each step, from steps of so many rows of the prompt, the rest of it, and one row each of the
     answer."""
     executor, run_id = engine.executor, next(_RUNS)
     ids = [*prompt.ids, *answer]
@@ -43,7 +45,8 @@ def logits_of(engine: Engine, prompt: Prompt, answer: Sequence[int], cuts: Seque
         )
         plan = StepPlan(step_id=1, starts=[], rows=[row], ended=[])
         made = executor._inputs(plan, executor._new_step()).batch
-        batch = dataclasses.replace(made, keep=torch.arange(end - first))
+        kept = torch.arange(end - first)
+        batch = dataclasses.replace(made, keep=kept[-1:] if last else kept)
         found.append(executor.runner.step(batch).clone())  # type: ignore[attr-defined]
     executor._end([run_id])
     return torch.cat(found)
