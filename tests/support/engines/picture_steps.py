@@ -19,8 +19,8 @@ _RUNS = itertools.count(1)
 def logits_of(
     engine: Engine, prompt: Prompt, answer: Sequence[int], cuts: Sequence[int], *, last: bool = False
 ) -> torch.Tensor:
-    """Logits of all positions, or of the last one of each step: steps of so many rows of the prompt, the rest of it, and
-    one row each of the answer."""
+    """Logits of all positions, or of the last one of each step: of so many rows of the prompt, the rest of it, and one
+    row each of the answer."""
     executor, run_id = engine.executor, next(_RUNS)
     ids = [*prompt.ids, *answer]
     ends = [min(end, len(prompt.ids)) for end in itertools.accumulate(cuts)]
