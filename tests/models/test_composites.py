@@ -31,7 +31,7 @@ from tests.support.models.composites import COMPOSITES, tiny_composite
 TOLERANCE = 5e-5  # of the largest logit; both sides multiply the same fp32 numbers
 RUN = (
     *("kimi_k25", "mistral3", "mistral3 of mistral4", "gemma3", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm46v"),
-    *("glm4v_moe", "ernie4_5_vl_moe"),
+    *("glm4v_moe", "ernie4_5_vl_moe", "granite4_vision"),
 )
 """Those whose layers have operators and caches; of all others the parameters are compared."""
 

@@ -95,11 +95,13 @@ class TowerEncoder:
             if projector is not None:
                 stack.callback(projector.register_forward_hook(lambda module, *_: ran.append(module)).remove)
             output = getattr(self._host, FEATURES)(**given, **self._of_config, return_dict=True)
-            hidden = _of_output(output)
+            hidden, added = _of_output(output), _added(getattr(output, "deepstack_features", None) or ())
             if projector is not None and not ran:  # Llama 4's composite calls it outside of that
                 hidden = projector(_rows(hidden))
-            by_layer = getattr(output, "deepstack_features", None) or ()
-            return PictureFeatures(self._checked(hidden), tuple(self._checked(each) for each in by_layer))
+            by_layer = {layer: self._checked(each) for layer, each in added.items()}
+            if hidden is None and by_layer:  # Granite 4 Vision's composite shows zeros, and adds all that it has
+                return PictureFeatures(torch.zeros_like(next(iter(by_layer.values()))), by_layer)
+            return PictureFeatures(self._checked(hidden), by_layer)
 
     def _checked(self, hidden: object) -> torch.Tensor:
         """Rows [N, H] on the CPU in fp32. Raises ValueError for rows of another width than the model's."""
@@ -137,6 +139,13 @@ def _of_output(output: object) -> object:
     return output.last_hidden_state if pooled is None else pooled
 
 
+def _added(features: Sequence[object]) -> dict[int, object]:
+    """What is added behind which layer: features in the order of layers, or pairs of the layer that they stand in front
+    of and features."""
+    pairs = [one for one in features if isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], int)]
+    return {layer - 1: one for layer, one in pairs} if pairs else dict(enumerate(features))
+
+
 def _rows(hidden: object) -> torch.Tensor:
     """[N, H] of one picture."""
     if isinstance(hidden, torch.Tensor):
@@ -147,4 +156,4 @@ def _rows(hidden: object) -> torch.Tensor:
 
 
 def _nbytes(features: PictureFeatures) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in (features.hidden, *features.by_layer))
+    return sum(tensor.numel() * tensor.element_size() for tensor in (features.hidden, *features.by_layer.values()))

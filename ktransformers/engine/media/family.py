@@ -54,11 +54,6 @@ class PictureFamily:
             raise UnsupportedError(
                 f"model type {whole.model_type} has experts of their own for pictures, which are not loaded"
             )
-        if getattr(whole, "deepstack_layer_map", None):
-            raise UnsupportedError(
-                f"model type {whole.model_type} adds features of pictures behind layers of its choice "
-                "(deepstack_layer_map), which is not supported"
-            )
         token_id = getattr(whole, "image_token_id", None)
         if getattr(text, "hidden_size_per_layer_input", 0):  # as transformers asks for the inputs of layers there
             token_id = getattr(text, "pad_token_id", None)

@@ -191,16 +191,15 @@ def pictures_in(
 
 def _joined(
     parts: Sequence[tuple[npt.NDArray[np.int64], PictureFeatures, npt.NDArray[np.int64]]],
-) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+) -> tuple[torch.Tensor, torch.Tensor, dict[int, torch.Tensor]]:
     """Rows, hidden states and what is added by layer, as PictureRows has them."""
     if not parts:
-        return torch.empty(0, dtype=torch.int64), torch.empty(0, 0), ()
+        return torch.empty(0, dtype=torch.int64), torch.empty(0, 0), {}
     rows = torch.from_numpy(np.concatenate([at for at, *_ in parts]))
 
     def taken(of: torch.Tensor, which: npt.NDArray[np.int64]) -> torch.Tensor:
         return of[torch.from_numpy(which).to(of.device)]
 
     hidden = torch.cat([taken(features.hidden, which) for _, features, which in parts])
-    depth = len(parts[0][1].by_layer)
-    by_layer = (torch.cat([taken(features.by_layer[i], which) for _, features, which in parts]) for i in range(depth))
-    return rows, hidden, tuple(by_layer)
+    layers = parts[0][1].by_layer
+    return rows, hidden, {i: torch.cat([taken(one.by_layer[i], which) for _, one, which in parts]) for i in layers}

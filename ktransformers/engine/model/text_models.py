@@ -95,6 +95,7 @@ def _with_head(text_model: type[PreTrainedModel]) -> type[PreTrainedModel]:
             hidden_states = outputs.last_hidden_state
             keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(hidden_states[:, keep, :]) * getattr(self.config, "output_multiplier", 1.0)
+            logits = logits / getattr(self.config, "logits_scaling", 1.0)
             bound = getattr(self.config, "final_logit_softcapping", None)
             logits = logits if bound is None else bound * torch.tanh(logits / bound)
             return CausalLMOutputWithPast(logits=logits)  # who wants the cache has handed it in

@@ -66,6 +66,8 @@ class NativeStack(nn.Module):
         context: ForwardContext = kwargs["forward_context"]
         pictures = context.pictures
         if hidden_states.shape[-2] > MOST_ROWS or (pictures is not None and pictures.by_layer):
+            if pictures is not None and not self.first:
+                hidden_states = pictures.add_behind(-1, hidden_states)
             for index, layer in enumerate(self.layers, self.first):
                 hidden_states = layer(hidden_states, *args, **kwargs)
                 if pictures is not None:

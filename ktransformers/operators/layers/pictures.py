@@ -1,4 +1,4 @@
-"""What pictures add to hidden states behind decoder layers (deepstack), for as long as one step runs."""
+"""What pictures add to hidden states between decoder layers (deepstack), for as long as one step runs."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def _first_layer(layers: nn.ModuleList | None) -> int:
 
 
 def adding_pictures(model: nn.Module, context: ForwardContext) -> AbstractContextManager[None]:
-    """Let the layers of `model` give their hidden states with what the step's pictures add behind them, while the block
-    runs. Layers that are joined do so themselves."""
+    """Let the layers of `model` give their hidden states with what the step's pictures add behind them, and the first
+    one take them with what is added in front of it, while the block runs. Layers that are joined do so themselves."""
     pictures, layers = context.pictures, layer_list(model)
     if pictures is None or not pictures.by_layer or layers is None:
         return nullcontext()
@@ -40,8 +40,12 @@ def adding_pictures(model: nn.Module, context: ForwardContext) -> AbstractContex
         if layer is not None and not isinstance(layer, NativeStack | LayerStack | Done)
     ]
 
-    def run(key: int, forward: Callable[..., object], /, *args: object, **kwargs: object) -> object:
-        output = forward(*args, **kwargs)
+    def run(
+        key: int, forward: Callable[..., object], /, hidden_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> object:
+        if not key:
+            hidden_states = pictures.add_behind(-1, hidden_states)
+        output = forward(hidden_states, *args, **kwargs)
         if isinstance(output, torch.Tensor):
             return pictures.add_behind(key, output)
         assert isinstance(output, tuple), "layers give hidden states, or something behind them"

@@ -11,7 +11,7 @@ from ktransformers.errors import UnsupportedError
 from tests.support.engines.picture_engines import IMAGE_TOKEN, picture_composite
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "kimi_k25", "mistral3", "glm4v_moe", "gemma4"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "kimi_k25", "mistral3", "glm4v_moe", "granite4_vision", "gemma4"])
 def test_most_see_what_is_before(name: str) -> None:
     family = PictureFamily.of(picture_composite(name).config)
     assert not family.keeps_whole
@@ -47,9 +47,3 @@ def test_windows_that_a_picture_widens() -> None:
     causal, near = columns <= rows, columns > rows - 4
     assert _read("any", {"sliding_attention": (causal & near) | same}) == (False, True, True)
     assert _read("any", {"sliding_attention": causal & near, "full_attention": causal | same}) == (True, False, False)
-
-
-def test_features_behind_layers_of_its_choice_are_refused() -> None:
-    config = CONFIG_MAPPING["granite4_vision"](deepstack_layer_map=[(-3, 1)])
-    with pytest.raises(UnsupportedError, match="behind layers of its choice"):
-        PictureFamily.of(config)

@@ -48,19 +48,29 @@ class Prompt:
 
 @dataclass
 class ComposedPictures:
-    """A PictureEncoder over a composite of transformers. broken: digests of pictures that cannot be had."""
+    """A PictureEncoder over a composite of transformers. layers: behind which features are added. broken: digests of
+    pictures that cannot be had."""
 
     model: Any
     family: PictureFamily
-    depth: int = 0
+    layers: tuple[int, ...] = ()
     pictures: dict[bytes, Picture] = field(default_factory=dict)
     broken: set[bytes] = field(default_factory=set)
     asked: list[bytes] = field(default_factory=list)
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ComposedPictures:
-        depth = 2 if "deepstack" in inspect.getsource(type(model.model)) else 0
-        return cls(model, PictureFamily.of(model.config), depth)
+        layers: tuple[int, ...] = ()
+        if (named := getattr(model.config, "deepstack_layer_map", None)) is not None:
+            layers = tuple(layer - 1 for layer in (*(layer for _, layer in named), *model.config.spatial_target_layers))
+        elif "deepstack" in inspect.getsource(type(model.model)):
+            layers = (0, 1)
+        return cls(model, PictureFamily.of(model.config), layers)
+
+    @property
+    def adds_all(self) -> bool:
+        """Whether nothing of a picture stands in the place of embeddings."""
+        return hasattr(self.model.config, "deepstack_layer_map")
 
     @property
     def merge(self) -> int:
@@ -71,9 +81,10 @@ class ComposedPictures:
         hidden = self.model.config.get_text_config().hidden_size
         digest = blake2b(f"{name} {height} {width}".encode(), digest_size=32).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
-        made = [torch.randn(height * width, hidden, generator=generator) for _ in range(1 + self.depth)]
+        made = [torch.randn(height * width, hidden, generator=generator) for _ in range(1 + len(self.layers))]
         grid = 1, height * self.merge, width * self.merge
-        found = Picture(grid, PictureFeatures(made[0], tuple(made[1:])), digest)
+        shown = torch.zeros_like(made[0]) if self.adds_all else made[0]
+        found = Picture(grid, PictureFeatures(shown, dict(zip(self.layers, made[1:], strict=True))), digest)
         self.pictures[digest] = found
         return found
 
@@ -115,7 +126,9 @@ class ComposedPictures:
         hidden: Any = tuple(one.features.hidden for one in shown)
         if self.wants_one:
             hidden = torch.cat(hidden)[None]
-        by_layer = [tuple(one.features.by_layer[i] for one in shown) for i in range(self.depth)]
+        by_layer: list[Any] = [tuple(one.features.by_layer[layer] for one in shown) for layer in self.layers]
+        if self.adds_all:
+            by_layer = [(layer + 1, parts) for layer, parts in zip(self.layers, by_layer, strict=True)]
         output = BaseModelOutputWithDeepstackFeatures(pooler_output=hidden, deepstack_features=by_layer)
         known = inspect.signature(self.model.forward).parameters
         inner = inspect.signature(self.model.model.forward).parameters

@@ -15,7 +15,7 @@ from ktransformers.engine.media.family import PictureFamily
 from ktransformers.engine.media.towers import TowerPlace, load_tower
 from ktransformers.engine.model.tower import OpenedTower
 from ktransformers.kernels.cpu import WorkerPool
-from tests.support.models.composites import COMPOSITES
+from tests.support.models.composites import COMPOSITES, WHOLE
 from tests.support.models.tiny_models import fill_randomly, tiny_config
 
 IMAGE_TOKEN = 150
@@ -71,7 +71,10 @@ _GRIDS = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v"),
     *("exaone4_5", "kimi_k25", "minimax_m3_vl", "glm5_next"),
 )
-TOWERS = (*_GRIDS, "gemma3", "gemma4", "mistral3", "llama4", "internvl", "llava", "cohere2_vision", "lfm2_vl")
+TOWERS = (
+    *(*_GRIDS, "gemma3", "gemma4", "mistral3", "llama4", "internvl", "llava", "cohere2_vision", "lfm2_vl"),
+    *WHOLE,
+)
 """Families whose towers are compared."""
 
 
@@ -89,9 +92,9 @@ def tiny_with_tower(
         values = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}}
     text = tiny_config(text_type, **{**values, **(text_values or {})}).to_dict()
     text["vocab_size"] = vocab_size or text["vocab_size"]
-    vision = {"model_type": "gemma4_vision"} if name == "gemma4" else None
-    config = CONFIG_MAPPING[name](text_config=text, **({} if vision is None else {"vision_config": vision}))
-    for part, own in ((config.vision_config, _OWN.get(name, {})), (config, {})):
+    whole = {"vision_config": {"model_type": "gemma4_vision"}} if name == "gemma4" else WHOLE.get(name, {})
+    config = CONFIG_MAPPING[name](text_config=text, **whole)
+    for part, own in () if name in WHOLE else ((config.vision_config, _OWN.get(name, {})), (config, {})):
         for key, value in {**_SIZES, **own}.items():
             if key in part.__dict__ and part is not config.text_config:
                 setattr(part, key, value)
@@ -133,6 +136,13 @@ def picture(name: str, model: PreTrainedModel, height: int, width: int, seed: in
         side = vision.pooling_kernel_size
         where = torch.cartesian_prod(torch.arange(side * height), torch.arange(side * width)).flip(-1)
         return {"pixel_values": random(1, len(where), 3 * patch**2).sigmoid(), "image_position_ids": where[None]}
+    if name == "granite4_vision":
+        size = (height * vision.image_size, width * vision.image_size)
+        tiles = 1 + height * width
+        return {
+            "pixel_values": random(1, tiles, 3, vision.image_size, vision.image_size),
+            "image_sizes": torch.tensor([size]),
+        }
     tiles = height * width if name in ("llama4", "internvl", "cohere2_vision") else 1
     size = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
     return {"pixel_values": random(tiles, 3, size, size)}

@@ -72,7 +72,7 @@ class Shown(msgspec.Struct, frozen=True, array_like=True):
     width: int
     rows: bytes
     hidden: bytes
-    by_layer: list[bytes]
+    by_layer: dict[int, bytes]
     ends: bytes
     starts: bytes
     pool_starts: bytes
@@ -87,7 +87,7 @@ class Shown(msgspec.Struct, frozen=True, array_like=True):
             pictures.hidden.shape[-1],
             _bytes(pictures.rows),
             _bytes(pictures.hidden.float()),
-            [_bytes(part.float()) for part in pictures.by_layer],
+            {layer: _bytes(part.float()) for layer, part in pictures.by_layer.items()},
             _bytes(pictures.ends),
             _bytes(pictures.starts),
             _bytes(pictures.pool_starts),
@@ -101,7 +101,7 @@ class Shown(msgspec.Struct, frozen=True, array_like=True):
         return PictureRows(
             _numbers(self.rows, np.int64),
             _numbers(self.hidden, np.float32).view(-1, self.width),
-            tuple(_numbers(part, np.float32).view(-1, self.width) for part in self.by_layer),
+            {layer: _numbers(part, np.float32).view(-1, self.width) for layer, part in self.by_layer.items()},
             _numbers(self.ends, np.int32) if self.ends else None,
             _numbers(self.starts, np.int32) if self.starts else None,
             self.axes(self.pool_starts),
