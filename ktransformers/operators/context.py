@@ -79,7 +79,8 @@ class PictureRows:
     no row sees what is behind it. ends_in_full, ends_in_windows: which layers that is true of: those that see all
     positions, and those that see the last ones, counted from the row's own. starts: int32 [T], the first position of
     its picture, or its own, which a row sees where its window begins behind that, too; None: it does not. pool_starts:
-    int64 [3, T], rotary positions of the first positions of pools that rows end, where layers have pools.
+    int64 [3, T], rotary positions of the first positions of pools that rows end, where layers have pools. routed: int64
+    [M], ascending, rows that are routed to experts for pictures; None: layers have no such.
     """
 
     rows: torch.Tensor
@@ -90,6 +91,7 @@ class PictureRows:
     pool_starts: torch.Tensor | None = None
     ends_in_full: bool = False
     ends_in_windows: bool = False
+    routed: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> PictureRows:
         """Return the same on `device`, for its layers: without what only the embedding's place needs."""

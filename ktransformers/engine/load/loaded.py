@@ -112,8 +112,10 @@ class Engine(LoadedModel):
 
     @property
     def long_chunk_size(self) -> int:
-        """Tokens of a step of long prompts, see SchedulerConfig: none where its blocks would cut pictures."""
-        return 0 if self.keeps_pictures_whole else self.hot.long_steps.rows
+        """Tokens of a step of long prompts, see SchedulerConfig: none where its blocks would cut pictures, or rows that
+        are routed by what they show."""
+        is_cut = self.pictures is not None and self.pictures.family.around is not None
+        return 0 if self.keeps_pictures_whole or is_cut else self.hot.long_steps.rows
 
     @property
     def pictures(self) -> PictureEncoder | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,13 +16,15 @@ from ktransformers.errors import MODULE_FAILURES, UnsupportedError, named_reason
 from ktransformers.models.composite import text_config_of
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = ["PictureFamily"]
 
 _TYPES = (0, 0, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 0)
 """By position, 1: a picture's. Of two pictures, one as long as _WINDOW and one that is longer."""
 _WINDOW = 4
+
+_AROUND = re.compile("(image|video)_(start|end)_token_id")
 
 _Masks = torch.Tensor | Mapping[str, torch.Tensor | None]
 
@@ -33,12 +36,14 @@ class PictureFamily:
     token_id: the token that stands there for what looks tokens up (inputs of single layers, n-grams, drafters).
     ends_in_full, ends_in_windows: in which layers a position of a picture sees all of it, what is behind, too; see
     PictureRows. keeps_starts: whether in the latter it sees the picture's beginning, too, where the window ends before.
+    around: tokens around pictures that are routed to the experts for pictures as they are; None: there are no such.
     """
 
     token_id: int
     ends_in_full: bool = False
     ends_in_windows: bool = False
     keeps_starts: bool = False
+    around: frozenset[int] | None = None
 
     @property
     def keeps_whole(self) -> bool:
@@ -49,26 +54,25 @@ class PictureFamily:
     def of(cls, whole: PretrainedConfig) -> PictureFamily:
         """Return the facts of a composite's config. Raises UnsupportedError for a family whose pictures cannot be run
         as transformers runs them."""
-        text = text_config_of(whole)
-        if isinstance(getattr(text, "moe_intermediate_size", None), list | tuple):
-            raise UnsupportedError(
-                f"model type {whole.model_type} has experts of their own for pictures, which are not loaded"
-            )
+        from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+        if type(whole) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+            raise UnsupportedError(f"transformers has no class for images and text of model type {whole.model_type}")
+        found, text = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(whole)], text_config_of(whole)
         token_id = getattr(whole, "image_token_id", None)
         if getattr(text, "hidden_size_per_layer_input", 0):  # as transformers asks for the inputs of layers there
             token_id = getattr(text, "pad_token_id", None)
         if not isinstance(token_id, int) or not 0 <= token_id < text.vocab_size:
             token_id = 0
-        return cls(token_id, *_sight(whole))
+        around = None
+        if "moe_mm_token_type_ids" in inspect.signature(found.forward).parameters:
+            around = frozenset(value for name, value in vars(whole).items() if _AROUND.fullmatch(name))
+        return cls(token_id, *_sight(whole, found), around=around)
 
 
-def _sight(whole: PretrainedConfig) -> tuple[bool, bool, bool]:
-    """What rows of pictures see, as PictureFamily has it. Only families that mask pictures have a function for it."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-    if type(whole) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        raise UnsupportedError(f"transformers has no class for images and text of model type {whole.model_type}")
-    found = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(whole)]
+def _sight(whole: PretrainedConfig, found: type[PreTrainedModel]) -> tuple[bool, bool, bool]:
+    """What rows of pictures see, as PictureFamily has it. Only families that mask pictures have a function for it.
+    found: the composite's class."""
     make: Callable[..., _Masks] | None = getattr(found, "create_masks_for_generate", None)
     names = inspect.signature(make).parameters if make is not None else {}
     kinds = [name for name in names if name.endswith("token_type_ids")]

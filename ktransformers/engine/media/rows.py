@@ -59,6 +59,8 @@ class RunPictures:
         for first, end in picture_stretches(prompt.tolist(), self._media):
             part = slice(*np.searchsorted(self._at, (first, end)))
             self._starts[part], self._ends[part] = first, end
+        around = encoder.family.around
+        self._routed = None if around is None else np.union1d(self._at, np.flatnonzero(np.isin(prompt, [*around])))
         self._features: dict[int, PictureFeatures] = {}
         self.token_ids = [encoder.family.token_id if one >= MEDIA_ID_BASE else one for one in start.token_ids]
         self._axes: npt.NDArray[np.int64] | None = None
@@ -88,6 +90,8 @@ class RunPictures:
         `pool` - 1 positions before, and those `ahead` behind them show nothing."""
         if _some_in(self._at, start + ahead, end + ahead) or _some_in(self._uneven, start, end):
             return False
+        if self._routed is not None and _some_in(self._routed, start, end):
+            return False
         if pool == 1 or self._axes is None:
             return True
         turned = self.positions(max(start + 1 - pool, 0), end)
@@ -112,6 +116,12 @@ class RunPictures:
             found.append((self._at[mine] - start, self._features_of(item), self._ordinals[mine]))
         self._features = {item: one for item, one in self._features.items() if self._media[item].end > end}
         return found
+
+    def routed(self, start: int, end: int) -> npt.NDArray[np.int64]:
+        """Return the positions that are routed to experts for pictures, counted from `start`."""
+        if self._routed is None:
+            return self._at[:0]
+        return self._routed[slice(*np.searchsorted(self._routed, (start, end)))] - start
 
     def _features_of(self, item: int) -> PictureFeatures:
         """Kept until all of the picture is computed, whatever the encoder forgets meanwhile."""
@@ -160,6 +170,7 @@ def pictures_in(
     turned = np.broadcast_to(positions.numpy(), (3, len(positions))).copy()
     ends, starts, back = kv_lens.clone(), kv_lens - 1, (turned + 1 - pool).clip(min=0)
     parts = list[tuple[npt.NDArray[np.int64], PictureFeatures, npt.NDArray[np.int64]]]()
+    routed = list[npt.NDArray[np.int64]]()
     failed, is_plain, first = list[tuple[int, str]](), True, 0
     for index, (pictures, start, end) in enumerate(rows):
         if pictures is not None and start >= pictures.prompt_len + pool - 1:
@@ -174,6 +185,7 @@ def pictures_in(
                 parts += [(at + first, features, which) for at, features, which in shown]
             except PICTURE_FAILURES as error:
                 failed.append((index, why_failed(error)))
+            routed.append(pictures.routed(start, end) + first)
             at, begins, stops = map(torch.from_numpy, pictures.bounds(start, end))
             ends[at + first], starts[at + first] = stops.to(ends.dtype), begins.to(starts.dtype)
         first += end - start
@@ -182,6 +194,8 @@ def pictures_in(
     is_even = bool((turned == turned[0]).all())
     axes = torch.from_numpy(turned[0].copy() if is_even else turned)
     made = PictureRows(*_joined(parts), pool_starts=torch.from_numpy(back) if pool > 1 else None)
+    if family.around is not None:
+        made = replace(made, routed=torch.from_numpy(np.concatenate(routed)))
     if family.keeps_whole:
         in_full, in_windows = family.ends_in_full, family.ends_in_windows
         made = replace(made, ends=ends, ends_in_full=in_full, ends_in_windows=in_windows)

@@ -134,7 +134,8 @@ def open_model(config: EngineConfig, target: OpenedModel | None = None) -> Opene
         return _open_assistant(replace(config, self_check=False), whole, gguf or stored, target)
     tensors = (gguf or stored).tensors  # type: ignore[union-attr]
     shapes = [tensor.shape for tensor in tensors.values()]
-    hf_config = take_text_config(whole, tensors.keys())
+    shows_pictures = gguf is None and config.picture_folder is not None
+    hf_config = take_text_config(whole, tensors.keys(), shows_pictures=shows_pictures)
     has_head = settle_head(hf_config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     if not has_head:
         logger.warning("the files hold no output head (lm_head): the model makes embeddings and generates no text")

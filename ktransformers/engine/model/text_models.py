@@ -18,14 +18,13 @@ import torch
 from torch import nn
 
 from ktransformers.errors import UnsupportedError
+from ktransformers.models.composite import VISION_EXPERTS
 from ktransformers.models.layers import named_cache
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = ["causal_class"]
-
-_OF_IMAGES = ("vision_moe",)  # children of a text model that no token of text reaches
 
 
 def causal_class(config: PretrainedConfig) -> type[PreTrainedModel]:
@@ -74,9 +73,8 @@ def _with_head(text_model: type[PreTrainedModel]) -> type[PreTrainedModel]:
             super().__init__(config)
             self.model = text_model(config)
             for module in list(self.model.modules()):
-                for name in _OF_IMAGES:
-                    if name in module._modules:
-                        delattr(module, name)
+                if VISION_EXPERTS in module._modules and not getattr(config, "has_vision_moe", False):
+                    delattr(module, VISION_EXPERTS)  # no token of text reaches them
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
             self.post_init()
 

@@ -30,7 +30,6 @@ def test_some_see_the_whole_picture() -> None:
     [
         ("molmo2", "masks pictures in a way that is not known"),  # all pictures of a prompt see each other
         ("paligemma", "masks pictures in a way that is not known"),  # the prompt sees itself, too
-        ("ernie4_5_vl_moe", "experts of their own for pictures"),
         ("llama", "no class for images and text of model type llama"),
     ],
 )

@@ -21,7 +21,7 @@ def shown(pictures: ComposedPictures) -> Prompt:
     return pictures.prompt([5, 9, 17], pictures.picture("a", 2, 3), [60, 61], pictures.picture("b", 2, 2), [70, 71])
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])  # deepstack in both stages; whole pictures
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "granite4_vision", "ernie4_5_vl_moe"])
 def test_stages_compute_what_one_process_does(name: str, tmp_path: Path) -> None:
     model = picture_composite(name)
     found = []
@@ -34,7 +34,7 @@ def test_stages_compute_what_one_process_does(name: str, tmp_path: Path) -> None
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl_moe"])
+@pytest.mark.parametrize("name", ["qwen3_vl_moe", "ernie4_5_vl_moe"])
 def test_parts_of_all_layers(name: str, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     engine, pictures = picture_engine(

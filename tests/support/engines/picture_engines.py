@@ -23,6 +23,8 @@ from tests.support.models.composites import tiny_composite
 from tests.support.models.pooled_models import pooled_values
 
 IMAGE_TOKEN = 3
+AROUND = (4, 60)
+"""Tokens around pictures that are routed as they are, where a family has experts for pictures."""
 
 
 @dataclass
@@ -133,6 +135,8 @@ class ComposedPictures:
         known = inspect.signature(self.model.forward).parameters
         inner = inspect.signature(self.model.model.forward).parameters
         given: dict[str, Any] = {"mm_token_type_ids": types, "token_type_ids": types}
+        around = [one in AROUND for one in prompt.ids] + [False] * len(answer)
+        given["moe_mm_token_type_ids"] = types | torch.tensor([around])
         given["image_grid_thw"] = torch.tensor([one.grid for one in shown])
         given = {name: value for name, value in given.items() if name in known or name in inner}
         with torch.no_grad():
@@ -154,6 +158,8 @@ def picture_composite(name: str, seed: int = 1, **text_values: object) -> PreTra
         text_values = {**pooled_values("qwen4_exp_text"), **text_values}
     model = tiny_composite(name, seed=seed, **text_values)
     model.config.image_token_id = IMAGE_TOKEN
+    if name == "ernie4_5_vl_moe":
+        model.config.image_start_token_id, model.config.image_end_token_id = AROUND
     return model
 
 
@@ -166,7 +172,7 @@ def picture_engine(
 ) -> tuple[Engine, ComposedPictures]:
     """An engine of the composite's text model, which shows pictures. worker_hardware: where other processes run."""
     model.save_pretrained(folder)
-    values = {"cache_lens": 256, "cpu_infer": 1, **settings}
+    values = {"cache_lens": 256, "cpu_infer": 1, "picture_folder": folder, "tower_device": "none", **settings}
     config = EngineConfig(model_path=folder, **values)  # type: ignore[arg-type]
     ranks = None if worker_hardware is None else Driver(config, None, worker_hardware)
     engine = build_engine(config, hardware=hardware, page_size=8, max_batch_size=4, ranks=ranks)

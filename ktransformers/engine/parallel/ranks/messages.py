@@ -67,7 +67,8 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
 
 class Shown(msgspec.Struct, frozen=True, array_like=True):
     """What a step shows of pictures, see PictureRows. rows: int64 [N], hidden and by_layer: fp32 [N, width] each, ends
-    and starts: int32 [T], pool_starts: int64 [3, T], positions: int64 [3, T]; empty where there are none."""
+    and starts: int32 [T], pool_starts: int64 [3, T], positions: int64 [3, T], routed: int64 [M]; empty where there are
+    none."""
 
     width: int
     rows: bytes
@@ -79,6 +80,7 @@ class Shown(msgspec.Struct, frozen=True, array_like=True):
     positions: bytes
     ends_in_full: bool
     ends_in_windows: bool
+    routed: bytes
 
     @classmethod
     def of(cls, pictures: PictureRows, positions: torch.Tensor) -> Shown:
@@ -94,6 +96,7 @@ class Shown(msgspec.Struct, frozen=True, array_like=True):
             _bytes(positions if positions.dim() == 2 else None),
             pictures.ends_in_full,
             pictures.ends_in_windows,
+            _bytes(pictures.routed),
         )
 
     def pictures(self) -> PictureRows:
@@ -107,6 +110,7 @@ class Shown(msgspec.Struct, frozen=True, array_like=True):
             self.axes(self.pool_starts),
             self.ends_in_full,
             self.ends_in_windows,
+            _numbers(self.routed, np.int64) if self.routed else None,
         )
 
     @staticmethod
