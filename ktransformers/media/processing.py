@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from ktransformers.media.torchvision import prepare_torchvision
 
 __all__ = ["Processed", "Processor"]
 
-_OF_TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
+_OF_TEXT = re.compile("input_ids|attention_mask|.*token_type_ids")
 _POSITION_FIELDS = ("image_token_id", "image_token_index", "media_placeholder_token_id")
 _LIBRARIES = ("transformers", "torch", "torchvision", "numpy", "pillow")
 """Whose versions decide how pixels are resized and rounded."""
@@ -102,7 +103,7 @@ class Processor:
             raise ConfigError(f"{type(self._processor).__name__} writes pictures in a way that is not supported")
         ids = self._record.tokenizer(parts[1], add_special_tokens=False)["input_ids"]
         num_positions = sum(one in self.position_token_ids for one in ids)
-        tensors = {name: _tensor(name, value) for name, value in made.items() if name not in _OF_TEXT}
+        tensors = {name: _tensor(name, value) for name, value in made.items() if not _OF_TEXT.fullmatch(name)}
         if not num_positions or not tensors:
             raise ConfigError(f"{type(self._processor).__name__} makes no positions of a picture")
         return Processed(tensors, self._digest(image, settings, parts[1]), parts[1], num_positions)

@@ -38,7 +38,7 @@ from tests.support.pictures.towers import (
 TOLERANCE = 1e-5  # of the largest element: both sides sum the same fp32 products, in another order
 SIZES = ((2, 3), (4, 2))
 FIRST, SECOND = bytes(range(32)), bytes(range(1, 33))
-WITH_POSITIONS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5_moe", "glm4v_moe")
+WITH_POSITIONS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5_moe", "glm4v_moe", "ernie4_5_vl_moe")
 WITH_DEEPSTACK = {"qwen3_vl": [0, 1], "qwen3_vl_moe": [0, 1], "granite4_vision": [-1, 0]}
 
 

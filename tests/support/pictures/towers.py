@@ -69,7 +69,7 @@ _OWN: Mapping[str, dict[str, Any]] = {
 
 _GRIDS = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v"),
-    *("exaone4_5", "kimi_k25", "minimax_m3_vl", "glm5_next"),
+    *("exaone4_5", "kimi_k25", "minimax_m3_vl", "glm5_next", "ernie4_5_vl_moe"),
 )
 TOWERS = (
     *(*_GRIDS, "gemma3", "gemma4", "mistral3", "llama4", "internvl", "llava", "cohere2_vision", "lfm2_vl"),
@@ -123,7 +123,7 @@ def picture(name: str, model: PreTrainedModel, height: int, width: int, seed: in
     if name == "kimi_k25":
         return {"pixel_values": random(rows * cols, 3, patch, patch), **grid}
     if name in _GRIDS:
-        return {"pixel_values": random(rows * cols, 3 * vision.temporal_patch_size * patch**2), **grid}
+        return {"pixel_values": random(rows * cols, 3 * getattr(vision, "temporal_patch_size", 1) * patch**2), **grid}
     if name == "mistral3":
         size = (rows * patch, cols * patch)
         return {"pixel_values": random(1, 3, *size), "image_sizes": torch.tensor([size])}
