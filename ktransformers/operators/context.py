@@ -74,13 +74,13 @@ class PictureRows:
 
     rows: int64 [N], ascending. hidden: [N, H], in place of what the embedding has for tokens. by_layer: [N, H] each, to
     be added to the hidden states of these rows behind the layers of these numbers (deepstack); -1: in front of the
-    first. ends: int32 [T], where
-    each row of the step sees all of its picture: positions up to the picture's end, for others up to their own; None:
-    no row sees what is behind it. ends_in_full, ends_in_windows: which layers that is true of: those that see all
-    positions, and those that see the last ones, counted from the row's own. starts: int32 [T], the first position of
-    its picture, or its own, which a row sees where its window begins behind that, too; None: it does not. pool_starts:
-    int64 [3, T], rotary positions of the first positions of pools that rows end, where layers have pools. routed: int64
-    [M], ascending, rows that are routed to experts for pictures; None: layers have no such.
+    first. ends: int32 [T], where rows of the step see all of their picture, or of their prompt: positions up to the end
+    of that, for others up to their own; None: no row sees what is behind it. ends_in_full, ends_in_windows: which
+    layers that is true of: those that see all positions, and those that see the last ones, counted from the row's own.
+    starts: int32 [T], the first position of its picture, or its own, which a row sees where its window begins behind
+    that, too; None: it does not. pool_starts: int64 [3, T], rotary positions of the first positions of pools that rows
+    end, where layers have pools. routed: int64 [M], ascending, rows that are routed to experts for pictures; None:
+    layers have no such.
     """
 
     rows: torch.Tensor

@@ -52,8 +52,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from operator import attrgetter
 
+import msgspec
+
 from ktransformers.core import PROMPT_LOGPROB_ROWS, AnswerEnd, FinishReason
-from ktransformers.media.records import picture_stretches
+from ktransformers.media.records import sight_salt, whole_stretches
 from ktransformers.scheduler.batch import Batch, PlannedRow, PlannedStep, runnable
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.drafting.planner import DraftPlanner
@@ -120,6 +122,8 @@ class Scheduler:
             raise ValueError(f"request {request.request_id!r} is here already")
         self.config.limits.check(request.prompt_ids, request.params, request.prediction_ids, request.media)
         params, prompt_len = request.params, len(request.prompt_ids)
+        if salt := sight_salt(request.prompt_ids, request.media, self.config.picture_sight):
+            request = msgspec.structs.replace(request, cache_salt=f"{request.cache_salt} {salt}")
         if params.seed is None:  # drawn here, once: every run of the request must draw the same tokens
             params = replace(params, seed=secrets.randbits(63))
         seq = Sequence(
@@ -129,7 +133,7 @@ class Scheduler:
             end=AnswerEnd.of(params, self.config.eos_token_ids, self.config.max_len - prompt_len),
             token_ids=[*request.prompt_ids, *request.answer_ids],
             cached_len=request.cached_len,
-            stretches=picture_stretches(request.prompt_ids, request.media) if self.config.keeps_pictures_whole else (),
+            stretches=whole_stretches(request.prompt_ids, request.media, self.config.picture_sight),
         )
         if seq.known_len >= seq.limit_len:
             raise ValueError(f"request {request.request_id!r} has its answer already: {seq.completion_len} tokens")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ktransformers.errors import MODULE_FAILURES, UnsupportedError, named_reason
+from ktransformers.media.records import Sight
 from ktransformers.models.composite import text_config_of
 
 if TYPE_CHECKING:
@@ -34,21 +35,17 @@ class PictureFamily:
     """Facts of a composite model about positions of pictures.
 
     token_id: the token that stands there for what looks tokens up (inputs of single layers, n-grams, drafters).
-    ends_in_full, ends_in_windows: in which layers a position of a picture sees all of it, what is behind, too; see
+    sight: what a position of a picture sees. ends_in_full, ends_in_windows: in which layers it sees that; see
     PictureRows. keeps_starts: whether in the latter it sees the picture's beginning, too, where the window ends before.
     around: tokens around pictures that are routed to the experts for pictures as they are; None: there are no such.
     """
 
     token_id: int
+    sight: Sight = Sight.NOTHING
     ends_in_full: bool = False
     ends_in_windows: bool = False
     keeps_starts: bool = False
     around: frozenset[int] | None = None
-
-    @property
-    def keeps_whole(self) -> bool:
-        """Whether the positions of a picture have to be computed in one step."""
-        return self.ends_in_full or self.ends_in_windows
 
     @classmethod
     def of(cls, whole: PretrainedConfig) -> PictureFamily:
@@ -70,14 +67,18 @@ class PictureFamily:
         return cls(token_id, *_sight(whole, found), around=around)
 
 
-def _sight(whole: PretrainedConfig, found: type[PreTrainedModel]) -> tuple[bool, bool, bool]:
+_Layers = tuple[bool, bool, bool]
+"""ends_in_full, ends_in_windows, keeps_starts."""
+
+
+def _sight(whole: PretrainedConfig, found: type[PreTrainedModel]) -> tuple[Sight, bool, bool, bool]:
     """What rows of pictures see, as PictureFamily has it. Only families that mask pictures have a function for it.
     found: the composite's class."""
     make: Callable[..., _Masks] | None = getattr(found, "create_masks_for_generate", None)
     names = inspect.signature(make).parameters if make is not None else {}
     kinds = [name for name in names if name.endswith("token_type_ids")]
     if make is None or not kinds:
-        return False, False, False
+        return Sight.NOTHING, False, False, False
     config = copy.deepcopy(whole)
     for part in (config, text_config_of(config)):
         part._attn_implementation = "eager"
@@ -86,22 +87,42 @@ def _sight(whole: PretrainedConfig, found: type[PreTrainedModel]) -> tuple[bool,
     count = len(_TYPES)
     given: dict[str, object] = {name: None for name in ("attention_mask", "cache", "past_key_values") if name in names}
     given["position_ids"] = torch.arange(count)[None]
-    given |= {name: torch.tensor([_TYPES]) for name in kinds}
-    try:
-        masks = make(config=config, inputs_embeds=torch.zeros(1, count, 1), **given)
-    except MODULE_FAILURES as error:
-        raise UnsupportedError(
-            f"model type {whole.model_type} says in another way what pictures see: {named_reason(error)}"
-        ) from error
-    layers: Mapping[str, torch.Tensor | None] = masks if isinstance(masks, Mapping) else {"full_attention": masks}
-    return _read(whole.model_type, {name: mask[0, 0] == 0 for name, mask in layers.items() if mask is not None})
 
+    def masks(types: torch.Tensor) -> dict[str, torch.Tensor]:
+        try:
+            made = make(
+                config=config,
+                inputs_embeds=torch.zeros(1, count, 1),
+                **given,
+                **{name: types[None] for name in kinds},
+            )
+        except MODULE_FAILURES as error:
+            raise UnsupportedError(
+                f"model type {whole.model_type} says in another way what pictures see: {named_reason(error)}"
+            ) from error
+        layers: Mapping[str, torch.Tensor | None] = made if isinstance(made, Mapping) else {"full_attention": made}
+        return {name: mask[0, 0] == 0 for name, mask in layers.items() if mask is not None}
 
-def _read(model_type: str, seen: Mapping[str, torch.Tensor]) -> tuple[bool, bool, bool]:
-    """seen: bool [T, T] by kind of layers: which positions (columns) a row sees."""
-    rows, columns = torch.arange(len(_TYPES))[:, None], torch.arange(len(_TYPES))
     types = torch.tensor(_TYPES)
-    numbers = (types * (types != types.roll(1))).cumsum(0) * types
+    pictures = (types * (types != types.roll(1))).cumsum(0) * types
+    # Where 0 is the type of a prompt, and not of text beside pictures, all of it is one.
+    for sight, said, numbers in (
+        (Sight.PROMPT, torch.zeros_like(types), torch.ones_like(types)),
+        (Sight.PICTURE, types, pictures),
+        (Sight.PICTURES, types, types),
+    ):
+        read = _read(masks(said), numbers)
+        if read is not None and any(read):
+            return sight, *read
+    if read is None:
+        raise UnsupportedError(f"model type {whole.model_type} masks pictures in a way that is not known")
+    return Sight.NOTHING, False, False, False
+
+
+def _read(seen: Mapping[str, torch.Tensor], numbers: torch.Tensor) -> _Layers | None:
+    """In which layers positions see what has the same number, above 0; None where they see something else. seen: bool
+    [T, T] by kind of layers: which positions (columns) a row sees."""
+    rows, columns = torch.arange(len(numbers))[:, None], torch.arange(len(numbers))
     causal, same = columns <= rows, (numbers[:, None] == numbers) & (numbers > 0)
     near = columns > rows - _WINDOW
     full = {False: causal, True: causal | same}
@@ -119,5 +140,5 @@ def _read(model_type: str, seen: Mapping[str, torch.Tensor]) -> tuple[bool, bool
             match = [kind for kind, wanted in windows.items() if torch.equal(mask, wanted)]  # type: ignore[misc]
             ends_in_windows, keeps_starts = match[0] if match else (False, False)  # type: ignore[misc]
         if not match:
-            raise UnsupportedError(f"model type {model_type} masks pictures in a way that is not known ({name})")
+            return None
     return ends_in_full, ends_in_windows, keeps_starts

@@ -18,7 +18,7 @@ import torch
 from ktransformers.engine.media.family import PictureFamily
 from ktransformers.engine.media.features import PictureEncoder, PictureFeatures
 from ktransformers.errors import MODULE_FAILURES, EngineError, KTransformersError, named_reason
-from ktransformers.media.records import MEDIA_ID_BASE, media_ids, picture_stretches
+from ktransformers.media.records import MEDIA_ID_BASE, Sight, media_ids, whole_stretches
 from ktransformers.operators.context import PictureRows
 from ktransformers.scheduler.records import NewSequence
 
@@ -55,9 +55,14 @@ class RunPictures:
                 raise EngineError(f"picture {index}: its positions do not have the ids of {item.digest.hex()}")
         if sum(self._counts) != len(self._at):
             raise EngineError("the prompt has positions of pictures that it does not name")
-        self._starts, self._ends = np.empty_like(self._at), np.empty_like(self._at)  # of the stretch around a position
-        for first, end in picture_stretches(prompt.tolist(), self._media):
-            part = slice(*np.searchsorted(self._at, (first, end)))
+        stretches = whole_stretches(prompt.tolist(), self._media, encoder.family.sight)
+        self._seeing = self._at[:0]  # positions that see what is behind them
+        if stretches:
+            inside = stretches if encoder.family.sight is not Sight.PICTURES else [(i.start, i.end) for i in self._media]
+            self._seeing = np.concatenate([np.arange(first, end) for first, end in inside])
+        self._starts, self._ends = np.empty_like(self._seeing), np.empty_like(self._seeing)  # of the stretch around it
+        for first, end in stretches:
+            part = slice(*np.searchsorted(self._seeing, (first, end)))
             self._starts[part], self._ends[part] = first, end
         around = encoder.family.around
         self._routed = None if around is None else np.union1d(self._at, np.flatnonzero(np.isin(prompt, [*around])))
@@ -88,9 +93,9 @@ class RunPictures:
     def is_plain(self, start: int, end: int, pool: int = 1, ahead: int = 0) -> bool:
         """Whether positions from `start` to before `end` have one rotary position each, which follows that of
         `pool` - 1 positions before, and those `ahead` behind them show nothing."""
-        if _some_in(self._at, start + ahead, end + ahead) or _some_in(self._uneven, start, end):
-            return False
-        if self._routed is not None and _some_in(self._routed, start, end):
+        if _some_in(self._at, start + ahead, end + ahead) or any(
+            places is not None and _some_in(places, start, end) for places in (self._uneven, self._seeing, self._routed)
+        ):
             return False
         if pool == 1 or self._axes is None:
             return True
@@ -135,10 +140,10 @@ class RunPictures:
         return features
 
     def bounds(self, start: int, end: int) -> tuple[npt.NDArray[np.int64], ...]:
-        """Return the positions that show something, counted from `start`, and first and last + 1 of the stretch of
-        neighbours that each is in."""
-        part = slice(*np.searchsorted(self._at, (start, end)))
-        return self._at[part] - start, self._starts[part], self._ends[part]
+        """Return the positions that see what is behind them, counted from `start`, and first and last + 1 of the
+        stretch that each is in."""
+        part = slice(*np.searchsorted(self._seeing, (start, end)))
+        return self._seeing[part] - start, self._starts[part], self._ends[part]
 
 
 def why_failed(error: Exception) -> str:
@@ -196,7 +201,7 @@ def pictures_in(
     made = PictureRows(*_joined(parts), pool_starts=torch.from_numpy(back) if pool > 1 else None)
     if family.around is not None:
         made = replace(made, routed=torch.from_numpy(np.concatenate(routed)))
-    if family.keeps_whole:
+    if family.sight is not Sight.NOTHING:
         in_full, in_windows = family.ends_in_full, family.ends_in_windows
         made = replace(made, ends=ends, ends_in_full=in_full, ends_in_windows=in_windows)
         made = replace(made, starts=starts if family.keeps_starts else None)

@@ -43,7 +43,7 @@ def load_engine(options: EngineOptions, progress: Progress) -> LoadedEngine:
         num_stages=engine.config.pipeline,
         max_drafts=engine.max_drafts,
         drafter=engine.drafter,
-        keeps_pictures_whole=engine.keeps_pictures_whole,
+        picture_sight=engine.picture_sight,
         has_tower=engine.pictures is not None,
         long_chunk_size=engine.long_chunk_size,
         long_prompt=engine.hot.long_steps.least_tokens,

@@ -223,7 +223,7 @@ class Supervisor:
             drafter=facts.drafter,
             long_chunk_size=facts.long_chunk_size,
             long_prompt=facts.long_prompt,
-            keeps_pictures_whole=facts.keeps_pictures_whole,
+            picture_sight=facts.picture_sight,
             tiers=facts.tiers,
             max_itl_ratio=config.max_itl_ratio,
             max_gap_ms=config.max_gap_ms,

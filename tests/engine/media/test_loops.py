@@ -15,7 +15,7 @@ from ktransformers.cache.paged import PagedCache
 from ktransformers.core import FinishReason, SamplingParams
 from ktransformers.engine.step.paged import PagedExecutor
 from ktransformers.errors import ConfigError
-from ktransformers.media.records import MediaItem
+from ktransformers.media.records import MediaItem, Sight
 from tests.support.engines.paged_loop import Answer, PagedLoop, scheduler_config
 from tests.support.engines.picture_engines import ComposedPictures, Prompt, picture_composite, picture_engine
 
@@ -38,8 +38,9 @@ class Paged:
         return made
 
     def loop(self, num_pages: int = 0, **changes: object) -> PagedLoop:
-        whole = self.pictures.family.keeps_whole
-        values: dict[str, object] = {"chunk_size": 32 if whole else 7, "keeps_pictures_whole": whole, **changes}
+        sight = self.pictures.family.sight
+        chunk_size = {Sight.NOTHING: 7, Sight.PICTURE: 32}.get(sight, 64)
+        values: dict[str, object] = {"chunk_size": chunk_size, "picture_sight": sight, **changes}
         if num_pages:
             values["num_pages"] = num_pages
         if self.engine.cache.num_states:
@@ -75,7 +76,7 @@ def mixed(pictures: ComposedPictures) -> list[tuple[Prompt, SamplingParams]]:
     return [(prompt, params) for params in (GREEDY, DRAWN) for prompt in prompts]
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl", "gemma3", "qwen3_5_moe", "ernie4_5_vl_moe"])
+@pytest.fixture(scope="module", params=["qwen3_vl", "gemma3", "qwen3_5_moe", "ernie4_5_vl_moe", "paligemma of gemma2"])
 def paged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paged]:
     made = Paged(request.param, tmp_path_factory.mktemp(request.param))
     with closing(made.engine):
@@ -97,7 +98,7 @@ def test_mixed_requests(paged: Paged, max_batch_size: int) -> None:
 def test_preemptions_lost_engines_and_suspended_requests(paged: Paged) -> None:
     loop = paged.loop(num_pages=12)
     cases = added(loop, mixed(paged.pictures))
-    loop.disturb(random.Random(4))
+    loop.disturb(random.Random(7))
     paged.check(loop, cases)
     stats = loop.scheduler.stats()
     assert stats.num_engine_losses > 0
@@ -119,7 +120,13 @@ def test_the_second_turn_computes_no_picture_again(paged: Paged) -> None:
     paged.check(loop, {again: (second, GREEDY)})
     last = loop.answers[again].last
     assert last is not None
-    if not paged.engine.cache.num_states:  # which go on from snapshots, here none inside of prompts
+    if pictures.family.sight is Sight.PROMPT:  # whose every position depends on all others
+        assert last.cached_len == 0
+        third = loop.add(second.ids, GREEDY, media=second.media)
+        loop.drain()
+        paged.check(loop, {third: (second, GREEDY)})
+        assert loop.answers[third].last.cached_len >= 24  # type: ignore[union-attr]
+    elif not paged.engine.cache.num_states:  # which go on from snapshots, here none inside of prompts
         assert last.cached_len >= 24
         assert shown.digest not in pictures.asked[:-1]  # but for the oracle
 
@@ -214,13 +221,15 @@ def test_a_picture_that_fits_no_step_is_refused_where_it_has_to(paged: Paged) ->
     shown = paged.pictures.picture("large", 6, 6)
     prompt = paged.pictures.prompt([5], shown, [6])
     loop = paged.loop(chunk_size=32)
-    if not paged.pictures.family.keeps_whole:
+    if paged.pictures.family.sight is Sight.NOTHING:
         case = (prompt, GREEDY)
         cases = added(loop, [case])
         loop.drain()
         paged.check(loop, cases)
         return
-    with pytest.raises(ConfigError, match=r"a picture takes 36 positions, .* steps have 32: send a smaller one"):
+    is_prompt = paged.pictures.family.sight is Sight.PROMPT
+    says = "its pictures, 38 positions, .* 32: shorten" if is_prompt else "a picture takes 36 positions, .* 32: send a"
+    with pytest.raises(ConfigError, match=says):
         loop.add(prompt.ids, GREEDY, media=prompt.media)
 
 

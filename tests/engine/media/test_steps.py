@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from ktransformers.media.records import Sight
 from tests.support.engines.picture_engines import ComposedPictures, Prompt, picture_composite, picture_engine
 from tests.support.engines.picture_steps import logits_of
 
@@ -16,7 +17,7 @@ TOLERANCE = 5e-5  # of the largest logit; both sides multiply the same fp32 numb
 FAMILIES = (
     *("kimi_k25", "mistral3", "mistral3 of mistral4", "gemma3", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm46v"),
     *("glm4v_moe", "exaone4_5", "step3p7", "gemma4", "qwen3_5", "qwen3_5_moe", "minimax_m3_vl", "glm5_next"),
-    *("qwen4_exp", "granite4_vision", "ernie4_5_vl_moe", "gemma3 beyond its window", "gemma4 of vision"),
+    *("qwen4_exp", "granite4_vision", "ernie4_5_vl_moe", "paligemma", "paligemma of gemma2", "gemma3 beyond its window", "gemma4 of vision"),
 )
 WINDOW = {"sliding_window": 4}  # shorter than pictures
 VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
@@ -44,5 +45,5 @@ def test_logits_are_those_of_the_composite(name: str, tmp_path: Path) -> None:
         want = pictures.logits(prompt, answer)
         whole = logits_of(engine, prompt, answer, [len(prompt.ids)])
         assert (whole - want).abs().max() <= TOLERANCE * want.abs().max()
-        if not pictures.family.keeps_whole:
+        if pictures.family.sight is Sight.NOTHING:
             assert torch.equal(logits_of(engine, prompt, answer, [4, 1, 2, 1, 1, 2, 9]), whole)

@@ -18,7 +18,7 @@ from ktransformers.engine.media.family import PictureFamily
 from ktransformers.engine.media.features import PictureFeatures
 from ktransformers.engine.parallel.ranks.driver import Driver
 from ktransformers.errors import EngineError
-from ktransformers.media.records import MediaItem, is_media_id, media_ids
+from ktransformers.media.records import MediaItem, Sight, is_media_id, media_ids
 from tests.support.models.composites import tiny_composite
 from tests.support.models.pooled_models import pooled_values
 
@@ -135,6 +135,8 @@ class ComposedPictures:
         known = inspect.signature(self.model.forward).parameters
         inner = inspect.signature(self.model.model.forward).parameters
         given: dict[str, Any] = {"mm_token_type_ids": types, "token_type_ids": types}
+        if self.family.sight is Sight.PROMPT:  # where 1 is what follows it
+            given["token_type_ids"] = torch.tensor([[0 if shown else 1] * len(prompt.ids) + [1] * len(answer)])
         around = [one in AROUND for one in prompt.ids] + [False] * len(answer)
         given["moe_mm_token_type_ids"] = types | torch.tensor([around])
         given["image_grid_thw"] = torch.tensor([one.grid for one in shown])

@@ -100,6 +100,11 @@ COMPOSITES: Mapping[str, tuple[str, dict[str, object]]] = {
         "granite4_vision_text",
         {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 4.0},
     ),
+    "paligemma": ("gemma", {}),
+    "paligemma of gemma2": (
+        "gemma2",
+        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},
+    ),
     "exaone4_5": ("exaone4", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}),
     "step3p7": (
         "step3p5",
@@ -191,6 +196,20 @@ COMPOSITES: Mapping[str, tuple[str, dict[str, object]]] = {
 """Model types, the types of their text configs, and values of those."""
 
 WHOLE: Mapping[str, dict[str, object]] = {
+    "paligemma": {
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+            "vision_use_head": False,
+        },
+        "projection_dim": 64,
+        "hidden_size": 64,
+    },
     "granite4_vision": {
         "vision_config": {
             "model_type": "siglip_vision_model",
@@ -223,9 +242,10 @@ def tiny_composite(name: str, seed: int = 0, **text_values: object) -> PreTraine
     """A composite of COMPOSITES with two layers of text and one of images, in fp32 and eval mode."""
     text_type, values = COMPOSITES[name]
     text = tiny_config(text_type, **{**values, **text_values}).to_dict()
-    config = CONFIG_MAPPING[name.split()[0]](text_config=text, **WHOLE.get(name, {}))
+    model_type = name.split()[0]
+    config = CONFIG_MAPPING[model_type](text_config=text, **WHOLE.get(model_type, {}))
     for part in (config.vision_config, config):
-        if part is not None and name not in WHOLE:
+        if part is not None and model_type not in WHOLE:
             _shrink(part)
     config.tie_word_embeddings = False
     config._attn_implementation = "eager"
