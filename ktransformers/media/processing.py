@@ -25,7 +25,7 @@ from ktransformers.media.torchvision import prepare_torchvision
 
 __all__ = ["Processed", "Processor"]
 
-_OF_TEXT = re.compile("input_ids|attention_mask|.*token_type_ids")
+_OF_TEXT = re.compile("input_ids|attention_mask|labels|.*token_type_ids")
 _POSITION_FIELDS = ("image_token_id", "image_token_index", "media_placeholder_token_id")
 _LIBRARIES = ("transformers", "torch", "torchvision", "numpy", "pillow")
 """Whose versions decide how pixels are resized and rounded."""

@@ -69,6 +69,12 @@ MISTRAL = """\
 {%- endfor -%}"""
 """As Mistral's: lists are for the user alone."""
 
+PREFIX = """\
+{%- for part in messages[0].content -%}{%- if part.type == 'image' -%}{{- 'PICTURE' -}}{%- endif -%}{%- endfor -%}
+{%- for part in messages[0].content -%}{%- if part.type == 'text' -%}{{- part.text -}}{%- endif -%}{%- endfor -%}
+{{- '\n' -}}"""
+"""As PaliGemma's prompts are: pictures, a question, a line's end."""
+
 STRINGS = """\
 {%- for message in messages -%}
 {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}
@@ -204,6 +210,17 @@ FAMILIES: dict[str, PictureFamily] = {
         config_token="<image>",
         config_field="image_token_index",
         template=CHATML,
+        writes="<image>",
+    ),
+    "paligemma": PictureFamily(
+        processor="PaliGemmaProcessor",
+        image={"image_processor_type": "SiglipImageProcessor", "size": {"height": 28, "width": 28},
+               "image_seq_length": 4, **_HALF},
+        tokens=("<bos>", "<eos>", "<image>"),
+        named={"image_token": "<image>"},
+        config_token="<image>",
+        config_field="image_token_index",
+        template=PREFIX,
         writes="<image>",
     ),
     "ernie4_5_vl_moe": PictureFamily(
