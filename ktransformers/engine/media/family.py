@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ktransformers.engine.model.tower import FEATURES
 from ktransformers.errors import MODULE_FAILURES, UnsupportedError, named_reason
 from ktransformers.media.records import Sight
 from ktransformers.models.composite import text_config_of
@@ -26,6 +27,8 @@ _TYPES = (0, 0, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 0)
 _WINDOW = 4
 
 _AROUND = re.compile("(image|video)_(start|end)_token_id")
+
+_AXES = 3
 
 _Masks = torch.Tensor | Mapping[str, torch.Tensor | None]
 
@@ -56,6 +59,8 @@ class PictureFamily:
         if type(whole) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
             raise UnsupportedError(f"transformers has no class for images and text of model type {whole.model_type}")
         found, text = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(whole)], text_config_of(whole)
+        if (why := _why_not(whole, found)) is not None:
+            raise UnsupportedError(f"model type {whole.model_type} {why}")
         token_id = getattr(whole, "image_token_id", None)
         if getattr(text, "hidden_size_per_layer_input", 0):  # as transformers asks for the inputs of layers there
             token_id = getattr(text, "pad_token_id", None)
@@ -65,6 +70,20 @@ class PictureFamily:
         if "moe_mm_token_type_ids" in inspect.signature(found.forward).parameters:
             around = frozenset(value for name, value in vars(whole).items() if _AROUND.fullmatch(name))
         return cls(token_id, *_sight(whole, found), around=around)
+
+
+def _why_not(whole: PretrainedConfig, found: type[PreTrainedModel]) -> str | None:
+    """Why a composite's pictures cannot be run, whatever it masks; None where nothing is known."""
+    if getattr(whole, "visual_indicator_token_ids", None):
+        return "has embeddings of its tower for tokens around pictures, too, which are not shown (visual_indicator_*)"
+    features = getattr(found, FEATURES, None)
+    of_text = [] if features is None else [name for name in inspect.signature(features).parameters if "input_ids" in name]
+    if of_text:
+        return f"has a tower that reads the prompt, too ({of_text[0]}): what a picture becomes depends on the question"
+    rope = getattr(text_config_of(whole), "rope_parameters", None) or {}
+    if len(sections := rope.get("mrope_section") or ()) > _AXES:
+        return f"turns positions of pictures along {len(sections)} axes, and {_AXES} are known"
+    return None
 
 
 _Layers = tuple[bool, bool, bool]

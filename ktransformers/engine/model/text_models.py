@@ -29,6 +29,7 @@ __all__ = ["causal_class"]
 
 def causal_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     """The class that predicts tokens by `config`, a text model's. Raises UnsupportedError where there is none."""
+    from transformers import GenerationMixin
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -40,8 +41,13 @@ def causal_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     classes, composites = _classes_of(config), MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
     causal = [one for one in classes if one.__name__.endswith("ForCausalLM") and one.config_class is type(config)]
     text = [one for one in classes if one.__name__.endswith("TextModel") and one.config_class is type(config)]
-    if not any(one.__name__ in composites for one in classes):
+    whole = [one for one in classes if one.__name__ in composites]
+    if not whole:
         text = []  # of an encoder of text, say
+    elif not causal and not any(issubclass(one, GenerationMixin) for one in whole):
+        raise UnsupportedError(
+            f"model type {config.model_type} does not generate token by token ({whole[0].__name__}: by diffusion, say)"
+        )
     if not causal and not text:
         raise UnsupportedError(f"model type {config.model_type} is no language model that answers in text")
     return causal[0] if causal else _with_head(text[0])

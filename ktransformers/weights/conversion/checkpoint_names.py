@@ -34,7 +34,7 @@ _BY_MODALITY = ("ErnieFuseAndSplitTextVisionExperts",)
 _PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 
 
-_LANGUAGE = re.compile(r"(?:model\.)?language_model\.(?:(lm_head\.|backbone\.)|(?:model\.)?)")
+_LANGUAGE = re.compile(r"(?:model\.)?(?:language|text)_model\.(?:(lm_head\.|backbone\.)|(?:model\.)?)")
 _TEXT = re.compile(r"(?:model\.(?:layers|embed_tokens|norm)|lm_head)\.")
 
 

@@ -32,15 +32,22 @@ def test_some_see_the_whole_picture() -> None:
     assert PictureFamily.of(CONFIG_MAPPING["gemma4_unified"]()).ends_in_windows
 
 
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2, 2]}
+VALUES = {"hunyuan_vl": {"text_config": {"head_dim": 16, "rope_parameters": _ROPE}}}
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [
+        ("ovis2", "embeddings of its tower for tokens around pictures"),
+        ("instructblip", r"a tower that reads the prompt, too \(qformer_input_ids\)"),
+        ("hunyuan_vl", "turns positions of pictures along 4 axes, and 3 are known"),
         ("llama", "no class for images and text of model type llama"),
     ],
 )
 def test_what_is_refused(name: str, says: str) -> None:
     with pytest.raises(UnsupportedError, match=says):
-        PictureFamily.of(CONFIG_MAPPING[name]())
+        PictureFamily.of(CONFIG_MAPPING[name](**VALUES.get(name, {})))
 
 
 def test_windows_that_a_picture_widens() -> None:

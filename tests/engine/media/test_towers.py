@@ -39,7 +39,7 @@ TOLERANCE = 1e-5  # of the largest element: both sides sum the same fp32 product
 SIZES = ((2, 3), (4, 2))
 FIRST, SECOND = bytes(range(32)), bytes(range(1, 33))
 WITH_POSITIONS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5_moe", "glm4v_moe", "ernie4_5_vl_moe")
-WITH_DEEPSTACK = {"qwen3_vl": [0, 1], "qwen3_vl_moe": [0, 1], "granite4_vision": [-1, 0]}
+WITH_DEEPSTACK = {"qwen3_vl": [0, 1], "qwen3_vl_moe": [0, 1], "granite4_vision": [-1, 0], "granite_docling": [0, 1]}
 
 
 @pytest.fixture(scope="module")

@@ -126,12 +126,13 @@ class ComposedPictures:
         shown = [self.pictures[item.digest] for item in prompt.media]
         types = torch.tensor([[*map(int, map(is_media_id, prompt.ids)), *[0] * len(answer)]])
         hidden: Any = tuple(one.features.hidden for one in shown)
-        if self.wants_one:
+        if self.wants_one and shown:
             hidden = torch.cat(hidden)[None]
         by_layer: list[Any] = [tuple(one.features.by_layer[layer] for one in shown) for layer in self.layers]
         if self.adds_all:
             by_layer = [(layer + 1, parts) for layer, parts in zip(self.layers, by_layer, strict=True)]
         output = BaseModelOutputWithDeepstackFeatures(pooler_output=hidden, deepstack_features=by_layer)
+        output.router_logits = None  # of Granite Docling
         known = inspect.signature(self.model.forward).parameters
         inner = inspect.signature(self.model.model.forward).parameters
         given: dict[str, Any] = {"mm_token_type_ids": types, "token_type_ids": types}

@@ -100,6 +100,11 @@ COMPOSITES: Mapping[str, tuple[str, dict[str, object]]] = {
         "granite4_vision_text",
         {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 4.0},
     ),
+    "granite_docling": (
+        "granite_docling_text",
+        {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 4.0},
+    ),
+    "idefics3": ("llama", {}),
     "paligemma": ("gemma", {}),
     "paligemma of gemma2": (
         "gemma2",
@@ -209,6 +214,19 @@ WHOLE: Mapping[str, dict[str, object]] = {
         },
         "projection_dim": 64,
         "hidden_size": 64,
+    },
+    "granite_docling": {
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "image_size": 56,
+            "patch_size": 14,
+            "scale_factor": 2,
+            "out_hidden_size": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
     },
     "granite4_vision": {
         "vision_config": {

@@ -136,6 +136,9 @@ def picture(name: str, model: PreTrainedModel, height: int, width: int, seed: in
         side = vision.pooling_kernel_size
         where = torch.cartesian_prod(torch.arange(side * height), torch.arange(side * width)).flip(-1)
         return {"pixel_values": random(1, len(where), 3 * patch**2).sigmoid(), "image_position_ids": where[None]}
+    if name == "granite_docling":
+        pixels = random(1, height * width, 3, vision.image_size, vision.image_size)
+        return {"pixel_values": pixels, "pixel_attention_mask": torch.ones(1, height * width, dtype=torch.bool)}
     if name == "granite4_vision":
         size = (height * vision.image_size, width * vision.image_size)
         tiles = 1 + height * width
