@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import takewhile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,12 +47,14 @@ _SOFT_TOKENS = {"low": 70, "high": 1120}
 
 @dataclass(frozen=True, slots=True)
 class Processed:
-    """A picture that was processed. tensors: by the processor's names. digest, text, num_positions: see ReadPicture."""
+    """A picture that was processed. tensors: by the processor's names. The others: see ReadPicture."""
 
     tensors: Mapping[str, torch.Tensor]
     digest: bytes
     text: str
     num_positions: int
+    lead: int = 0
+    trail: int = 0
 
 
 class _NoVideos(dict[str, object]):
@@ -106,7 +109,18 @@ class Processor:
         tensors = {name: _tensor(name, value) for name, value in made.items() if not _OF_TEXT.fullmatch(name)}
         if not num_positions or not tensors:
             raise ConfigError(f"{type(self._processor).__name__} makes no positions of a picture")
-        return Processed(tensors, self._digest(image, settings, parts[1]), parts[1], num_positions)
+        digest = self._digest(image, settings, parts[1])
+        return Processed(tensors, digest, parts[1], num_positions, *self._margins(ids))
+
+    def _margins(self, ids: Sequence[int]) -> tuple[int, int]:
+        """How many tokens of a picture's text in front of its first position, and behind its last one, are of the
+        picture by the processor's types of tokens (`mm_token_type_ids`), next to each other."""
+        if not getattr(self._processor, "return_mm_token_type_ids", False):
+            return 0, 0
+        types = self._processor.create_mm_token_type_ids([list(ids)])[0]
+        places = [place for place, one in enumerate(ids) if one in self.position_token_ids]
+        before = takewhile(bool, reversed(types[: places[0]]))
+        return sum(1 for _ in before), sum(1 for _ in takewhile(bool, types[places[-1] + 1 :]))
 
     def _digest(self, image: Image.Image, settings: dict[str, object], text: str) -> bytes:
         """32 bytes of all that decides the tensors, how many positions they have and what the tower makes of them. The

@@ -51,8 +51,8 @@ class MediaItem(msgspec.Struct, frozen=True):
     """A picture of a prompt, and where it stands.
 
     digest: 32 bytes of everything that decides what the tower makes of it: the name of its file in the store.
-    start, length: positions from the first that shows a part of it to the last; those among them that do not (breaks
-    between rows or tiles) have the ids of tokens.
+    start, length: positions from the first that shows a part of it to the last, with those around them that the family
+    counts to the picture; those among them that show nothing (breaks between rows or tiles) have the ids of tokens.
     """
 
     digest: bytes

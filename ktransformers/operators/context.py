@@ -80,7 +80,9 @@ class PictureRows:
     starts: int32 [T], the first position of its picture, or its own, which a row sees where its window begins behind
     that, too; None: it does not. pool_starts: int64 [3, T], rotary positions of the first positions of pools that rows
     end, where layers have pools. routed: int64 [M], ascending, rows that are routed to experts for pictures; None:
-    layers have no such.
+    layers have no such. added_to: the token whose embedding `hidden` is added to; None: it takes its place. gaps: int64
+    [2, G], sequences of the step and positions between pictures that rows in front of them do not see; None: there are
+    none.
     """
 
     rows: torch.Tensor
@@ -92,11 +94,13 @@ class PictureRows:
     ends_in_full: bool = False
     ends_in_windows: bool = False
     routed: torch.Tensor | None = None
+    added_to: int | None = None
+    gaps: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> PictureRows:
         """Return the same on `device`, for its layers: without what only the embedding's place needs."""
         by_layer = {layer: part.to(device) for layer, part in self.by_layer.items()}
-        names = ("ends", "starts", "pool_starts")
+        names = ("ends", "starts", "pool_starts", "gaps")
         moved = {name: part.to(device) for name in names if (part := getattr(self, name)) is not None}
         return replace(self, rows=self.rows.to(device), by_layer=by_layer, **moved)
 

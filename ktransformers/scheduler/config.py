@@ -80,7 +80,8 @@ class SchedulerConfig:
     max_itl_ratio: beside prompts, streams are at most so many times slower than alone over any two seconds, as far as
     scheduler/prefill_throttle.py can have it; 0: chunk_size alone decides. max_gap_ms: milliseconds that a step which
     carries prompts beside decodes may last; 0: no limit.
-    vocab_size: token ids are 0 .. vocab_size - 1. A prompt with others would kill the engine again and again.
+    vocab_size: token ids are 0 .. vocab_size - 1. A prompt with others would kill the engine again and again, but for
+    num_extra_ids ones behind them, which no answer has.
     eos_token_ids: end every answer whose request does not say ignore_eos.
     max_model_len: most tokens of one sequence that the model can do; None: as many as the cache holds.
     has_prefix_cache: whether sequences share pages.
@@ -115,6 +116,7 @@ class SchedulerConfig:
     long_chunk_size: int = 0
     long_prompt: int = 0
     picture_sight: Sight = Sight.NOTHING
+    num_extra_ids: int = 0
 
     def __post_init__(self) -> None:
         positive = ("num_pages", "page_size", "chunk_size", "max_batch_size", "vocab_size", "snapshot_align")
@@ -163,6 +165,7 @@ class SchedulerConfig:
         return Limits(
             max_len=self.max_len,
             vocab_size=self.vocab_size,
+            num_extra_ids=self.num_extra_ids,
             is_models_limit=self.max_len == self.max_model_len,
             max_picture_len=self.chunk_size,
             picture_sight=self.picture_sight,

@@ -24,7 +24,7 @@ class Limits:
 
     max_len: most tokens of prompt and answer together. is_models_limit: whether that is what the model takes; else
     set_by names the option that sets it, and remedy says in words how it is made larger. has_head: whether the model
-    generates text. max_picture_len: most positions that one step computes, for what picture_sight says that it has to.
+    generates text. num_extra_ids: ids behind the vocabulary that prompts may have. max_picture_len: most positions that one step computes, for what picture_sight says that it has to.
     """
 
     max_len: int
@@ -34,6 +34,7 @@ class Limits:
     has_head: bool = True
     set_by: str = "--cache_lens"
     remedy: str = "start with a larger --cache_lens"
+    num_extra_ids: int = 0
     max_picture_len: int = 0
     picture_sight: Sight = Sight.NOTHING
 
@@ -67,11 +68,10 @@ class Limits:
             "allowed_token_ids": params.allowed_token_ids or (),
         }
         for where, token_ids in named.items():
+            end = self.vocab_size + (self.num_extra_ids if where == "the prompt" else 0)
             for token_id in token_ids and (min(token_ids), max(token_ids)):
-                if not 0 <= token_id < self.vocab_size:
-                    raise ConfigError(
-                        f"{where} names token {token_id}; this model's ids are 0 to {self.vocab_size - 1}"
-                    )
+                if not 0 <= token_id < end:
+                    raise ConfigError(f"{where} names token {token_id}; this model's ids are 0 to {end - 1}")
         for token_id, bias in params.logit_bias.items():
             if not -100.0 <= bias <= 100.0:
                 raise ConfigError(f"logit_bias of token {token_id} must be in [-100, 100], got {bias}")

@@ -39,6 +39,7 @@ def scheduler_limits(
         chunk_size=config.chunk_size,
         max_batch_size=max_batch_size,
         vocab_size=model.vocab_size,
+        num_extra_ids=model.num_extra_ids,
         eos_token_ids=model.eos_token_ids,
         max_model_len=model.context_len,
         has_prefix_cache=config.prefix_cache,

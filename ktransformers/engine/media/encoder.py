@@ -7,11 +7,12 @@ import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from ktransformers.engine.media.family import PictureFamily
+from ktransformers.engine.media.family import PictureFamily, adds_features
 from ktransformers.engine.media.features import PictureFeatures
 from ktransformers.engine.media.positions import RopeIndex
 from ktransformers.engine.media.stored import picture_tensors
@@ -42,8 +43,8 @@ class TowerEncoder:
         self, tower: Tower, family: PictureFamily, folder: Path, pool: WorkerPool, max_bytes: int = FEATURE_BYTES
     ):
         self._tower, self._folder, self._pool, self._max_bytes = tower, folder, pool, max_bytes
-        self.family = family
         self._host = picture_host(tower.model)
+        self.family = replace(family, added_to=self._host.config.image_token_id) if adds_features(self._host) else family
         self._width = int(text_config_of(tower.model.config).hidden_size)
         self._names = _tensor_names(self._host)
         self._of_config = _named_in_config(self._host)

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from ktransformers.engine.model.tower import FEATURES
 from ktransformers.errors import MODULE_FAILURES, UnsupportedError, named_reason
@@ -20,7 +23,9 @@ from ktransformers.models.composite import text_config_of
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["PictureFamily"]
+__all__ = ["PictureFamily", "adds_features"]
+
+logger = logging.getLogger(__name__)
 
 _TYPES = (0, 0, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 0)
 """By position, 1: a picture's. Of two pictures, one as long as _WINDOW and one that is longer."""
@@ -40,6 +45,7 @@ class PictureFamily:
     token_id: the token that stands there for what looks tokens up (inputs of single layers, n-grams, drafters).
     sight: what a position of a picture sees. ends_in_full, ends_in_windows: in which layers it sees that; see
     PictureRows. keeps_starts: whether in the latter it sees the picture's beginning, too, where the window ends before.
+    added_to: the token whose embedding hidden states of pictures are added to; None: they take its place.
     around: tokens around pictures that are routed to the experts for pictures as they are; None: there are no such.
     """
 
@@ -49,6 +55,7 @@ class PictureFamily:
     ends_in_windows: bool = False
     keeps_starts: bool = False
     around: frozenset[int] | None = None
+    added_to: int | None = None
 
     @classmethod
     def of(cls, whole: PretrainedConfig) -> PictureFamily:
@@ -161,3 +168,59 @@ def _read(seen: Mapping[str, torch.Tensor], numbers: torch.Tensor) -> _Layers | 
         if not match:
             return None
     return ends_in_full, ends_in_windows, keeps_starts
+
+
+class _HeardError(Exception):
+    """Ends a forward once its language model has been called."""
+
+
+class _Listener(nn.Module):
+    """In the place of a composite's language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: torch.Tensor | None = None
+
+    def forward(self, *args: object, inputs_embeds: torch.Tensor, **kwargs: object) -> object:
+        self.heard = inputs_embeds
+        raise _HeardError
+
+
+def adds_features(host: nn.Module) -> bool:
+    """Whether a composite adds the hidden states of pictures to the embedding of their token, and does not put them in
+    its place: it is asked, with a picture of two positions. host: its language model is not needed. False, with a line for
+    debugging, where it cannot be asked.
+    """
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+    config = host.config
+    width, token = int(text_config_of(config).hidden_size), getattr(config, "image_token_id", None)
+    if not isinstance(token, int):
+        return False
+    ids, shown = torch.tensor([[token, token]]), torch.full((2, width), 3.0)
+    listener = _Listener()
+    with _listening(host, listener, torch.full((1, 2, width), 2.0)):
+        try:
+            host(input_ids=ids, mm_encoder_outputs={"image": BaseModelOutputWithPooling(pooler_output=(shown,))})
+        except _HeardError:
+            pass
+        except MODULE_FAILURES as error:
+            logger.debug("a composite cannot be asked whether it adds features: %s", named_reason(error))
+    return listener.heard is not None and bool((listener.heard == 5.0).all())
+
+
+@contextmanager
+def _listening(host: nn.Module, listener: nn.Module, embedded: torch.Tensor) -> Iterator[None]:
+    """Have `listener` in the place of what was taken out of a composite, and `embedded` for its tokens."""
+    taken = {name: module for name, module in host._modules.items() if module is None or _is_decoder(module)}
+    host._modules.update(dict.fromkeys(taken, listener))
+    host.get_input_embeddings = lambda: lambda ids: embedded  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del host.get_input_embeddings
+        host._modules.update(taken)
+
+
+def _is_decoder(module: nn.Module) -> bool:
+    return hasattr(module, "embed_tokens")

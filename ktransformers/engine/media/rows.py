@@ -58,8 +58,10 @@ class RunPictures:
         stretches = whole_stretches(prompt.tolist(), self._media, encoder.family.sight)
         self._seeing = self._at[:0]  # positions that see what is behind them
         if stretches:
-            inside = stretches if encoder.family.sight is not Sight.PICTURES else [(i.start, i.end) for i in self._media]
-            self._seeing = np.concatenate([np.arange(first, end) for first, end in inside])
+            parts = stretches if encoder.family.sight is not Sight.PICTURES else [(i.start, i.end) for i in self._media]
+            self._seeing = np.concatenate([np.arange(first, end) for first, end in parts])
+        inside = np.concatenate([np.arange(first, end) for first, end in stretches]) if stretches else self._seeing
+        self._gaps = np.setdiff1d(inside, self._seeing)
         self._starts, self._ends = np.empty_like(self._seeing), np.empty_like(self._seeing)  # of the stretch around it
         for first, end in stretches:
             part = slice(*np.searchsorted(self._seeing, (first, end)))
@@ -128,6 +130,11 @@ class RunPictures:
             return self._at[:0]
         return self._routed[slice(*np.searchsorted(self._routed, (start, end)))] - start
 
+    def gaps(self, start: int, end: int) -> npt.NDArray[np.int64]:
+        """Return positions between pictures that see each other, where rows from `start` to before `end` may not see
+        them."""
+        return self._gaps[self._gaps > start] if _some_in(self._seeing, start, end) else self._gaps[:0]
+
     def _features_of(self, item: int) -> PictureFeatures:
         """Kept until all of the picture is computed, whatever the encoder forgets meanwhile."""
         if item not in self._features:
@@ -175,7 +182,7 @@ def pictures_in(
     turned = np.broadcast_to(positions.numpy(), (3, len(positions))).copy()
     ends, starts, back = kv_lens.clone(), kv_lens - 1, (turned + 1 - pool).clip(min=0)
     parts = list[tuple[npt.NDArray[np.int64], PictureFeatures, npt.NDArray[np.int64]]]()
-    routed = list[npt.NDArray[np.int64]]()
+    routed, gaps = list[npt.NDArray[np.int64]](), list[npt.NDArray[np.int64]]()
     failed, is_plain, first = list[tuple[int, str]](), True, 0
     for index, (pictures, start, end) in enumerate(rows):
         if pictures is not None and start >= pictures.prompt_len + pool - 1:
@@ -191,6 +198,8 @@ def pictures_in(
             except PICTURE_FAILURES as error:
                 failed.append((index, why_failed(error)))
             routed.append(pictures.routed(start, end) + first)
+            apart = pictures.gaps(start, end)
+            gaps.append(np.stack([np.full_like(apart, index), apart]))
             at, begins, stops = map(torch.from_numpy, pictures.bounds(start, end))
             ends[at + first], starts[at + first] = stops.to(ends.dtype), begins.to(starts.dtype)
         first += end - start
@@ -199,12 +208,15 @@ def pictures_in(
     is_even = bool((turned == turned[0]).all())
     axes = torch.from_numpy(turned[0].copy() if is_even else turned)
     made = PictureRows(*_joined(parts), pool_starts=torch.from_numpy(back) if pool > 1 else None)
+    made = replace(made, added_to=family.added_to)
     if family.around is not None:
         made = replace(made, routed=torch.from_numpy(np.concatenate(routed)))
     if family.sight is not Sight.NOTHING:
         in_full, in_windows = family.ends_in_full, family.ends_in_windows
         made = replace(made, ends=ends, ends_in_full=in_full, ends_in_windows=in_windows)
         made = replace(made, starts=starts if family.keeps_starts else None)
+        if any(apart.size for apart in gaps):
+            made = replace(made, gaps=torch.from_numpy(np.concatenate(gaps, axis=1)))
     return axes, made, failed
 
 

@@ -80,6 +80,7 @@ logger = logging.getLogger(__name__)
 class ModelDescription:
     """Facts of a model that need no weights, for processes that talk to an engine in another one.
 
+    num_extra_ids: ids behind the vocabulary that prompts may have, and no answer has.
     context_len: most tokens of one sequence that the model was made for; None: it does not say.
     architecture: the class name in its config.json. generation_defaults: see generation_config.json.
     """
@@ -92,6 +93,7 @@ class ModelDescription:
     architecture: str | None
     description: str
     card: ModelCard = field(default_factory=ModelCard)
+    num_extra_ids: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,6 +438,7 @@ def describe_model(opened: OpenedModel) -> ModelDescription:
     return ModelDescription(
         tokenizer=tokenizer,
         vocab_size=facts.vocab_size,
+        num_extra_ids=facts.num_extra_ids,
         context_len=facts.context_len,
         eos_token_ids=_eos_token_ids(facts, defaults, tokenizer),
         generation_defaults=defaults,

@@ -103,6 +103,7 @@ class ForwardPass:
         """`on_cpu` of a step that shows pictures, by the model's own forward."""
         layout = self._whole_layout
         assert layout is not None, "only models that were planned show pictures"
+        token_ids = _tokens(token_ids, context)
         context = replace(context, token_ids=token_ids)
         embedded = self._shown(TokenLookup(layout).on_host(token_ids, context), context)
         tokens = layout.split(embedded[None])
@@ -114,8 +115,10 @@ class ForwardPass:
         if pictures is None or is_later_stage(self.model):
             return embedded
         hidden = pictures.hidden.to(embedded.device, embedded.dtype)
-        embedded = embedded.clone()  # some tables lend their memory
-        embedded[pictures.rows.to(embedded.device), : hidden.shape[-1]] = hidden
+        embedded, rows = embedded.clone(), pictures.rows.to(embedded.device)  # some tables lend their memory
+        if pictures.added_to is not None:
+            hidden = hidden + embedded[rows, : hidden.shape[-1]]
+        embedded[rows, : hidden.shape[-1]] = hidden
         return embedded
 
     @torch.inference_mode()
@@ -124,6 +127,7 @@ class ForwardPass:
         layout = self.layout
         assert layout is not None, "steps on the CPU stay there"
         assert self.lookup is not None, "it is there where the layout is"
+        token_ids = _tokens(token_ids, context)
         context = replace(context, token_ids=token_ids)
         if 0 < self.block_rows < len(token_ids):
             context = context.in_blocks(self.block_rows)
@@ -153,6 +157,14 @@ class ForwardPass:
             )
         logits: Tensor = output.logits[0]
         return logits
+
+
+def _tokens(token_ids: Tensor, context: ForwardContext) -> Tensor:
+    """The tokens of a step, where rows of pictures have the one that they are added to."""
+    pictures = context.pictures
+    return token_ids if pictures is None or pictures.added_to is None else token_ids.index_fill(
+        0, pictures.rows, pictures.added_to
+    )
 
 
 def _batched(positions: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ class ModelInfo:
     32 bytes that models of another kind or settings of their arithmetic do not have, nor most other weights; empty
     where nobody asks. weights: their files, for exact_fingerprint. no_pictures: why the model reads text only; None: it
     reads pictures, too, and `pictures` is who reads them once it is loaded. max_picture_len,
-    picture_sight: see Limits.
+    picture_sight, num_extra_ids: see Limits.
     """
 
     tokenizer: Tokenizer
@@ -60,6 +60,7 @@ class ModelInfo:
     drafter: str = "ngram"
     max_picture_len: int = 0
     picture_sight: Sight = Sight.NOTHING
+    num_extra_ids: int = 0
     pictures: ServedPictures | None = field(default=None, compare=False, repr=False)
     no_pictures: str | None = NO_TOWER
 
@@ -83,6 +84,7 @@ class ModelInfo:
             is_models_limit=self.is_models_limit,
             max_picture_len=self.max_picture_len,
             picture_sight=self.picture_sight,
+            num_extra_ids=self.num_extra_ids,
             set_by="the server's --cache_lens",
             remedy="start the server with a larger --cache_lens",
         )

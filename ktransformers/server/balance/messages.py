@@ -77,6 +77,7 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     long_chunk_size: int = 0
     long_prompt: int = 0
     picture_sight: Sight = Sight.NOTHING
+    num_extra_ids: int = 0
     parent_pid: int
     commands: str
     news: str
@@ -115,7 +116,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     num_experts: of a layer, at most. expert_bytes: of one routed expert per layer on the CPU, added up. gpu_bytes: see
     ModelCard. profiled: what profiles say of the model. num_states, snapshot_interval, tiers,
-    num_stages, max_drafts, drafter, long_chunk_size, long_prompt, picture_sight: see SchedulerConfig. digest,
+    num_stages, max_drafts, drafter, long_chunk_size, long_prompt, picture_sight, num_extra_ids: see SchedulerConfig. digest,
     weights: see ModelInfo. has_tower: whether the engine computes pictures.
     """
 
@@ -138,6 +139,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     long_chunk_size: int = 0
     long_prompt: int = 0
     picture_sight: Sight = Sight.NOTHING
+    num_extra_ids: int = 0
     has_tower: bool = False
     profiled: ProfileMeta | None = None
     digest: bytes = b""

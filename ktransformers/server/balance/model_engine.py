@@ -44,6 +44,7 @@ def load_engine(options: EngineOptions, progress: Progress) -> LoadedEngine:
         max_drafts=engine.max_drafts,
         drafter=engine.drafter,
         picture_sight=engine.picture_sight,
+        num_extra_ids=engine.model.num_extra_ids,
         has_tower=engine.pictures is not None,
         long_chunk_size=engine.long_chunk_size,
         long_prompt=engine.hot.long_steps.least_tokens,

@@ -224,6 +224,7 @@ class Supervisor:
             long_chunk_size=facts.long_chunk_size,
             long_prompt=facts.long_prompt,
             picture_sight=facts.picture_sight,
+            num_extra_ids=facts.num_extra_ids,
             tiers=facts.tiers,
             max_itl_ratio=config.max_itl_ratio,
             max_gap_ms=config.max_gap_ms,

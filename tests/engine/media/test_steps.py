@@ -18,7 +18,7 @@ FAMILIES = (
     *("kimi_k25", "mistral3", "mistral3 of mistral4", "gemma3", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm46v"),
     *("glm4v_moe", "exaone4_5", "step3p7", "gemma4", "qwen3_5", "qwen3_5_moe", "minimax_m3_vl", "glm5_next"),
     *("qwen4_exp", "granite4_vision", "ernie4_5_vl_moe", "paligemma", "paligemma of gemma2"),
-    *("granite_docling", "idefics3", "gemma3 beyond its window", "gemma4 of vision"),
+    *("granite_docling", "idefics3", "molmo2", "gemma3 beyond its window", "gemma4 of vision"),
 )
 WINDOW = {"sliding_window": 4}  # shorter than pictures
 VARIANTS: dict[str, tuple[str, dict[str, object]]] = {

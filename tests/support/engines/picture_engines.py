@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import Engine, Hardware, build_engine
-from ktransformers.engine.media.family import PictureFamily
+from ktransformers.engine.media.family import PictureFamily, adds_features
 from ktransformers.engine.media.features import PictureFeatures
 from ktransformers.engine.parallel.ranks.driver import Driver
 from ktransformers.errors import EngineError
@@ -67,7 +67,10 @@ class ComposedPictures:
             layers = tuple(layer - 1 for layer in (*(layer for _, layer in named), *model.config.spatial_target_layers))
         elif "deepstack" in inspect.getsource(type(model.model)):
             layers = (0, 1)
-        return cls(model, PictureFamily.of(model.config), layers)
+        family = PictureFamily.of(model.config)
+        if adds_features(model.model):
+            family = replace(family, added_to=IMAGE_TOKEN)
+        return cls(model, family, layers)
 
     @property
     def adds_all(self) -> bool:

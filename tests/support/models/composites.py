@@ -105,6 +105,7 @@ COMPOSITES: Mapping[str, tuple[str, dict[str, object]]] = {
         {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 4.0},
     ),
     "idefics3": ("llama", {}),
+    "molmo2": ("molmo2_text", {"head_dim": 16}),
     "paligemma": ("gemma", {}),
     "paligemma of gemma2": (
         "gemma2",
@@ -214,6 +215,27 @@ WHOLE: Mapping[str, dict[str, object]] = {
         },
         "projection_dim": 64,
         "hidden_size": 64,
+    },
+    "molmo2": {
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "image_size": [56, 56],
+            "patch_size": 14,
+        },
+        "adapter_config": {
+            "vision_feature_layer": [2, 1],
+            "hidden_size": 32,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "intermediate_size": 48,
+            "text_hidden_size": 64,
+        },
     },
     "granite_docling": {
         "vision_config": {

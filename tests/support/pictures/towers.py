@@ -98,7 +98,7 @@ def tiny_with_tower(
         for key, value in {**_SIZES, **own}.items():
             if key in part.__dict__ and part is not config.text_config:
                 setattr(part, key, value)
-    for key in ("image_token_id", "image_token_index"):
+    for key in ("image_token_id", "image_token_index", "image_patch_id"):
         if key in config.__dict__:
             setattr(config, key, image_token)
     for key in ("video_token_id", "video_token_index"):
@@ -136,6 +136,10 @@ def picture(name: str, model: PreTrainedModel, height: int, width: int, seed: in
         side = vision.pooling_kernel_size
         where = torch.cartesian_prod(torch.arange(side * height), torch.arange(side * width)).flip(-1)
         return {"pixel_values": random(1, len(where), 3 * patch**2).sigmoid(), "image_position_ids": where[None]}
+    if name == "molmo2":  # of 2 x 2 patches for a position, of one crop of 4 x 4
+        where = torch.arange(16).view(2, 2, 2, 2).transpose(1, 2).reshape(4, 4).repeat(height * width, 1)[: height * width]
+        pixels = random(1, 16, 3 * patch**2)
+        return {"pixel_values": pixels, "image_token_pooling": where, "image_grids": torch.tensor([[height, width, 0, 0]])}
     if name == "granite_docling":
         pixels = random(1, height * width, 3, vision.image_size, vision.image_size)
         return {"pixel_values": pixels, "pixel_attention_mask": torch.ones(1, height * width, dtype=torch.bool)}

@@ -67,8 +67,8 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
 
 class Shown(msgspec.Struct, frozen=True, array_like=True):
     """What a step shows of pictures, see PictureRows. rows: int64 [N], hidden and by_layer: fp32 [N, width] each, ends
-    and starts: int32 [T], pool_starts: int64 [3, T], positions: int64 [3, T], routed: int64 [M]; empty where there are
-    none."""
+    and starts: int32 [T], pool_starts: int64 [3, T], positions: int64 [3, T], routed: int64 [M], gaps: int64 [2, G]; empty
+    where there are none."""
 
     width: int
     rows: bytes
@@ -81,6 +81,8 @@ class Shown(msgspec.Struct, frozen=True, array_like=True):
     ends_in_full: bool
     ends_in_windows: bool
     routed: bytes
+    added_to: int | None
+    gaps: bytes
 
     @classmethod
     def of(cls, pictures: PictureRows, positions: torch.Tensor) -> Shown:
@@ -97,6 +99,8 @@ class Shown(msgspec.Struct, frozen=True, array_like=True):
             pictures.ends_in_full,
             pictures.ends_in_windows,
             _bytes(pictures.routed),
+            pictures.added_to,
+            _bytes(pictures.gaps),
         )
 
     def pictures(self) -> PictureRows:
@@ -111,6 +115,8 @@ class Shown(msgspec.Struct, frozen=True, array_like=True):
             self.ends_in_full,
             self.ends_in_windows,
             _numbers(self.routed, np.int64) if self.routed else None,
+            self.added_to,
+            _numbers(self.gaps, np.int64).view(2, -1) if self.gaps else None,
         )
 
     @staticmethod

@@ -395,4 +395,5 @@ def _model_info(described: ModelDescription, facts: EngineFacts) -> ModelInfo:
         drafter=facts.drafter,
         max_picture_len=facts.chunk_size,
         picture_sight=facts.picture_sight,
+        num_extra_ids=facts.num_extra_ids,
     )
