@@ -33,6 +33,10 @@ CASES: dict[str, dict[str, object]] = {
     "gemma3": {"sliding_window": 4},
     "glm4v": {},
     "qwen3_5_moe": ALL,
+    "granite4_vision": {},
+    "ernie4_5_vl_moe": {},
+    "paligemma of gemma2": {},
+    "molmo2": {},
 }
 
 

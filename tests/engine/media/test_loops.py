@@ -76,7 +76,7 @@ def mixed(pictures: ComposedPictures) -> list[tuple[Prompt, SamplingParams]]:
     return [(prompt, params) for params in (GREEDY, DRAWN) for prompt in prompts]
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl", "gemma3", "qwen3_5_moe", "ernie4_5_vl_moe", "paligemma of gemma2"])
+@pytest.fixture(scope="module", params=["qwen3_vl", "gemma3", "qwen3_5_moe", "ernie4_5_vl_moe", "paligemma of gemma2", "molmo2"])
 def paged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paged]:
     made = Paged(request.param, tmp_path_factory.mktemp(request.param))
     with closing(made.engine):
@@ -227,9 +227,12 @@ def test_a_picture_that_fits_no_step_is_refused_where_it_has_to(paged: Paged) ->
         loop.drain()
         paged.check(loop, cases)
         return
-    is_prompt = paged.pictures.family.sight is Sight.PROMPT
-    says = "its pictures, 38 positions, .* 32: shorten" if is_prompt else "a picture takes 36 positions, .* 32: send a"
-    with pytest.raises(ConfigError, match=says):
+    says = {
+        Sight.PICTURE: "a picture takes 36 positions, .* 32: send a",
+        Sight.PICTURES: "all that is between them, 36 positions, .* 32: send fewer",
+        Sight.PROMPT: "its pictures, 38 positions, .* 32: shorten",
+    }
+    with pytest.raises(ConfigError, match=says[paged.pictures.family.sight]):
         loop.add(prompt.ids, GREEDY, media=prompt.media)
 
 

@@ -24,6 +24,10 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3_5": ("qwen3_5", {}),
     "kimi_k25": ("kimi_k25", {}),
     "qwen4_exp": ("qwen4_exp", {}),
+    "granite4_vision": ("granite4_vision", {}),
+    "ernie4_5_vl_moe": ("ernie4_5_vl_moe", {}),
+    "paligemma of gemma2": ("paligemma of gemma2", {}),
+    "molmo2": ("molmo2", {}),
 }
 
 

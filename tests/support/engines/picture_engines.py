@@ -127,7 +127,9 @@ class ComposedPictures:
 
         ids = [*prompt.plain_ids, *answer]
         shown = [self.pictures[item.digest] for item in prompt.media]
-        types = torch.tensor([[*map(int, map(is_media_id, prompt.ids)), *[0] * len(answer)]])
+        types = torch.zeros(1, len(ids), dtype=torch.int64)
+        for item in prompt.media:
+            types[0, item.start : item.end] = 1
         hidden: Any = tuple(one.features.hidden for one in shown)
         if self.wants_one and shown:
             hidden = torch.cat(hidden)[None]
