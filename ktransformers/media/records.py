@@ -38,7 +38,7 @@ class Sight(StrEnum):
 
     NOTHING: as positions of text. PICTURE: the rest of their picture. PICTURES: all pictures of the prompt, with the
     tokens around each. PROMPT: all of the prompt, whose texts do so, too. What a position sees has to be computed in
-    one step with it; and keys and values then depend on what is behind, which is no other picture's business of PICTURE.
+    one step with it. Of the last two, keys and values depend on what comes later, and so does `sight_salt`.
     """
 
     NOTHING = "nothing"

@@ -24,7 +24,8 @@ class Limits:
 
     max_len: most tokens of prompt and answer together. is_models_limit: whether that is what the model takes; else
     set_by names the option that sets it, and remedy says in words how it is made larger. has_head: whether the model
-    generates text. num_extra_ids: ids behind the vocabulary that prompts may have. max_picture_len: most positions that one step computes, for what picture_sight says that it has to.
+    generates text. num_extra_ids: ids behind the vocabulary that prompts may have. max_picture_len: most positions that
+    one step computes, for what picture_sight says that it has to.
     """
 
     max_len: int

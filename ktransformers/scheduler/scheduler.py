@@ -52,10 +52,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from operator import attrgetter
 
-import msgspec
-
 from ktransformers.core import PROMPT_LOGPROB_ROWS, AnswerEnd, FinishReason
-from ktransformers.media.records import sight_salt, whole_stretches
+from ktransformers.media.records import whole_stretches
 from ktransformers.scheduler.batch import Batch, PlannedRow, PlannedStep, runnable
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.drafting.planner import DraftPlanner
@@ -71,6 +69,7 @@ from ktransformers.scheduler.records import (
     RowResult,
     SchedulerStats,
     StepPlan,
+    salted,
 )
 from ktransformers.scheduler.sequence import RunningState, Sequence
 from ktransformers.scheduler.shared_prompts import awaits_prefix
@@ -122,8 +121,7 @@ class Scheduler:
             raise ValueError(f"request {request.request_id!r} is here already")
         self.config.limits.check(request.prompt_ids, request.params, request.prediction_ids, request.media)
         params, prompt_len = request.params, len(request.prompt_ids)
-        if salt := sight_salt(request.prompt_ids, request.media, self.config.picture_sight):
-            request = msgspec.structs.replace(request, cache_salt=f"{request.cache_salt} {salt}")
+        request = salted(request, self.config.picture_sight)
         if params.seed is None:  # drawn here, once: every run of the request must draw the same tokens
             params = replace(params, seed=secrets.randbits(63))
         seq = Sequence(

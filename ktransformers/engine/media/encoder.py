@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ktransformers.engine.media.family import PictureFamily, adds_features
+from ktransformers.engine.media.family import PictureFamily, token_added_to
 from ktransformers.engine.media.features import PictureFeatures
 from ktransformers.engine.media.positions import RopeIndex
 from ktransformers.engine.media.stored import picture_tensors
@@ -44,7 +44,7 @@ class TowerEncoder:
     ):
         self._tower, self._folder, self._pool, self._max_bytes = tower, folder, pool, max_bytes
         self._host = picture_host(tower.model)
-        self.family = replace(family, added_to=self._host.config.image_token_id) if adds_features(self._host) else family
+        self.family = replace(family, added_to=token_added_to(self._host))
         self._width = int(text_config_of(tower.model.config).hidden_size)
         self._names = _tensor_names(self._host)
         self._of_config = _named_in_config(self._host)

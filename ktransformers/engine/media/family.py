@@ -23,7 +23,7 @@ from ktransformers.models.composite import text_config_of
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["PictureFamily", "adds_features"]
+__all__ = ["PictureFamily", "token_added_to"]
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,9 @@ def _why_not(whole: PretrainedConfig, found: type[PreTrainedModel]) -> str | Non
     if getattr(whole, "visual_indicator_token_ids", None):
         return "has embeddings of its tower for tokens around pictures, too, which are not shown (visual_indicator_*)"
     features = getattr(found, FEATURES, None)
-    of_text = [] if features is None else [name for name in inspect.signature(features).parameters if "input_ids" in name]
+    of_text = (
+        [] if features is None else [name for name in inspect.signature(features).parameters if "input_ids" in name]
+    )
     if of_text:
         return f"has a tower that reads the prompt, too ({of_text[0]}): what a picture becomes depends on the question"
     rope = getattr(text_config_of(whole), "rope_parameters", None) or {}
@@ -120,7 +122,7 @@ def _sight(whole: PretrainedConfig, found: type[PreTrainedModel]) -> tuple[Sight
                 config=config,
                 inputs_embeds=torch.zeros(1, count, 1),
                 **given,
-                **{name: types[None] for name in kinds},
+                **dict.fromkeys(kinds, types[None]),
             )
         except MODULE_FAILURES as error:
             raise UnsupportedError(
@@ -186,17 +188,18 @@ class _Listener(nn.Module):
         raise _HeardError
 
 
-def adds_features(host: nn.Module) -> bool:
-    """Whether a composite adds the hidden states of pictures to the embedding of their token, and does not put them in
-    its place: it is asked, with a picture of two positions. host: its language model is not needed. False, with a line for
-    debugging, where it cannot be asked.
+def token_added_to(host: nn.Module) -> int | None:
+    """Return the token to whose embedding a composite adds the hidden states of pictures; None where it puts them in
+    the place of that. It is asked, with a picture of two positions; None, with a line for debugging, where that fails.
+
+    host: the part of it that takes pictures; its language model is not needed.
     """
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
     config = host.config
     width, token = int(text_config_of(config).hidden_size), getattr(config, "image_token_id", None)
     if not isinstance(token, int):
-        return False
+        return None
     ids, shown = torch.tensor([[token, token]]), torch.full((2, width), 3.0)
     listener = _Listener()
     with _listening(host, listener, torch.full((1, 2, width), 2.0)):
@@ -206,7 +209,7 @@ def adds_features(host: nn.Module) -> bool:
             pass
         except MODULE_FAILURES as error:
             logger.debug("a composite cannot be asked whether it adds features: %s", named_reason(error))
-    return listener.heard is not None and bool((listener.heard == 5.0).all())
+    return token if listener.heard is not None and bool((listener.heard == 5.0).all()) else None
 
 
 @contextmanager

@@ -162,8 +162,10 @@ class ForwardPass:
 def _tokens(token_ids: Tensor, context: ForwardContext) -> Tensor:
     """The tokens of a step, where rows of pictures have the one that they are added to."""
     pictures = context.pictures
-    return token_ids if pictures is None or pictures.added_to is None else token_ids.index_fill(
-        0, pictures.rows, pictures.added_to
+    return (
+        token_ids
+        if pictures is None or pictures.added_to is None
+        else token_ids.index_fill(0, pictures.rows, pictures.added_to)
     )
 
 

@@ -67,8 +67,9 @@ def _adding(pictures: PictureRows, layers: nn.ModuleList) -> _Interception:
 
 
 def _routing(pictures: PictureRows, layers: nn.ModuleList) -> _Interception:
-    routed, blocks = pictures.routed, list[tuple[Hashable, nn.Module]]()
-    if routed is not None and len(routed):
+    blocks = list[tuple[Hashable, nn.Module]]()
+    routed = torch.empty(0, dtype=torch.int64) if pictures.routed is None else pictures.routed
+    if len(routed):
         blocks = [(key, module) for key, module in layers.named_modules() if VISION_EXPERTS in module._modules]
 
     def run(key: Hashable, forward: Callable[..., object], /, hidden_states: torch.Tensor, *_: object) -> object:

@@ -115,9 +115,9 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about the loaded model that the other processes have to know.
 
     num_experts: of a layer, at most. expert_bytes: of one routed expert per layer on the CPU, added up. gpu_bytes: see
-    ModelCard. profiled: what profiles say of the model. num_states, snapshot_interval, tiers,
-    num_stages, max_drafts, drafter, long_chunk_size, long_prompt, picture_sight, num_extra_ids: see SchedulerConfig. digest,
-    weights: see ModelInfo. has_tower: whether the engine computes pictures.
+    ModelCard. profiled: what profiles say of the model. num_states, snapshot_interval, tiers, num_stages, max_drafts,
+    drafter, long_chunk_size, long_prompt, picture_sight, num_extra_ids: see SchedulerConfig. digest, weights: see
+    ModelInfo. has_tower: whether the engine computes pictures.
     """
 
     num_pages: int

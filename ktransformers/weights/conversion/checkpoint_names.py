@@ -66,7 +66,7 @@ class CheckpointNames:
     """Names of one model's parameters, whose files hold the tensors `stored`.
 
     composite_type: of the model for images and text whose language model this is; None for a model of text alone.
-    has_vision_experts: whether that keeps experts of its own for pictures.
+    parameters: of the model, some of which may be of experts for pictures; else those are of others.
 
     plain: parameter name -> stored name. experts: (module, "gate" | "up" | "down") -> expert number -> stored name,
     for checkpoints with one matrix per expert. converted: parameter name -> how it is made, for everything else.
@@ -78,14 +78,13 @@ class CheckpointNames:
         model_type: str,
         stored: Iterable[str],
         composite_type: str | None = None,
-        *,
-        has_vision_experts: bool = False,
+        parameters: Iterable[str] = (),
     ):
         if composite_type is None:
             tables = [_Table.of_type(model_type, model_type_to_module_name(model_type))]
         else:
             tables = [_Table.of_type(composite_type), _Table.of_type(model_type)]
-        self._has_vision_experts = has_vision_experts
+        self._has_vision_experts = any(f".{VISION_EXPERTS}." in name for name in parameters)
         self._read(tables, stored, composite_type is not None)
 
     @classmethod

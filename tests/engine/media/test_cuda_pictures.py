@@ -16,9 +16,9 @@ import torch
 
 from ktransformers.core import SamplingParams
 from ktransformers.engine.load.builder import Hardware
+from ktransformers.media.records import Sight
 from ktransformers.operators.device import cuda_memory
 from ktransformers.optimize.machine import detect_machine
-from ktransformers.media.records import Sight
 from tests.support.engines.cuda_engines import check_beside
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
 from tests.support.engines.picture_engines import picture_composite, picture_engine

@@ -57,5 +57,9 @@ def test_windows_that_a_picture_widens() -> None:
     same = (pictures[:, None] == pictures) & (pictures > 0)
     causal, near = columns <= rows, columns > rows - 4
     assert _read({"sliding_attention": (causal & near) | same}, pictures) == (False, True, True)
-    assert _read({"sliding_attention": causal & near, "full_attention": causal | same}, pictures) == (True, False, False)
+    assert _read({"sliding_attention": causal & near, "full_attention": causal | same}, pictures) == (
+        True,
+        False,
+        False,
+    )
     assert _read({"full_attention": causal & (columns % 3 > 0)}, pictures) is None

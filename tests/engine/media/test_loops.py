@@ -76,7 +76,9 @@ def mixed(pictures: ComposedPictures) -> list[tuple[Prompt, SamplingParams]]:
     return [(prompt, params) for params in (GREEDY, DRAWN) for prompt in prompts]
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl", "gemma3", "qwen3_5_moe", "ernie4_5_vl_moe", "paligemma of gemma2", "molmo2"])
+@pytest.fixture(
+    scope="module", params=["qwen3_vl", "gemma3", "qwen3_5_moe", "ernie4_5_vl_moe", "paligemma of gemma2", "molmo2"]
+)
 def paged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paged]:
     made = Paged(request.param, tmp_path_factory.mktemp(request.param))
     with closing(made.engine):

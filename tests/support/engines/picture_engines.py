@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import Engine, Hardware, build_engine
-from ktransformers.engine.media.family import PictureFamily, adds_features
+from ktransformers.engine.media.family import PictureFamily, token_added_to
 from ktransformers.engine.media.features import PictureFeatures
 from ktransformers.engine.parallel.ranks.driver import Driver
 from ktransformers.errors import EngineError
@@ -67,9 +67,7 @@ class ComposedPictures:
             layers = tuple(layer - 1 for layer in (*(layer for _, layer in named), *model.config.spatial_target_layers))
         elif "deepstack" in inspect.getsource(type(model.model)):
             layers = (0, 1)
-        family = PictureFamily.of(model.config)
-        if adds_features(model.model):
-            family = replace(family, added_to=IMAGE_TOKEN)
+        family = replace(PictureFamily.of(model.config), added_to=token_added_to(model.model))
         return cls(model, family, layers)
 
     @property

@@ -137,9 +137,15 @@ def picture(name: str, model: PreTrainedModel, height: int, width: int, seed: in
         where = torch.cartesian_prod(torch.arange(side * height), torch.arange(side * width)).flip(-1)
         return {"pixel_values": random(1, len(where), 3 * patch**2).sigmoid(), "image_position_ids": where[None]}
     if name == "molmo2":  # of 2 x 2 patches for a position, of one crop of 4 x 4
-        where = torch.arange(16).view(2, 2, 2, 2).transpose(1, 2).reshape(4, 4).repeat(height * width, 1)[: height * width]
+        where = (
+            torch.arange(16).view(2, 2, 2, 2).transpose(1, 2).reshape(4, 4).repeat(height * width, 1)[: height * width]
+        )
         pixels = random(1, 16, 3 * patch**2)
-        return {"pixel_values": pixels, "image_token_pooling": where, "image_grids": torch.tensor([[height, width, 0, 0]])}
+        return {
+            "pixel_values": pixels,
+            "image_token_pooling": where,
+            "image_grids": torch.tensor([[height, width, 0, 0]]),
+        }
     if name == "granite_docling":
         pixels = random(1, height * width, 3, vision.image_size, vision.image_size)
         return {"pixel_values": pixels, "pixel_attention_mask": torch.ones(1, height * width, dtype=torch.bool)}
