@@ -41,6 +41,8 @@ class Read(msgspec.Struct, frozen=True, tag=True):
     height: int
     nbytes: int
     notes: tuple[str, ...] = ()
+    lead: int = 0
+    trail: int = 0
 
 
 class Fault(msgspec.Struct, frozen=True, tag=True):

@@ -18,6 +18,7 @@ class ReadPicture:
 
     digest: 32 bytes, see MediaItem. text: what stands in the prompt for it: the tokens of its positions, and what the
     family writes around and between them. num_positions: those that the tower fills. width, height: pixels, upright.
+    lead, trail: tokens in front of these and behind them that the family counts to the picture.
     """
 
     digest: bytes
@@ -25,6 +26,8 @@ class ReadPicture:
     num_positions: int
     width: int
     height: int
+    lead: int = 0
+    trail: int = 0
 
 
 class PictureReader(Protocol):
@@ -75,4 +78,4 @@ def media_items(prompt_ids: Sequence[int], pictures: Sequence[ReadPicture]) -> t
 
 def _item(picture: ReadPicture, places: Iterator[int]) -> MediaItem:
     own = [next(places) for _ in range(picture.num_positions)]
-    return MediaItem(picture.digest, own[0], own[-1] + 1 - own[0])
+    return MediaItem(picture.digest, own[0] - picture.lead, picture.lead + own[-1] + 1 - own[0] + picture.trail)

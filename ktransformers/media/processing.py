@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +26,7 @@ from ktransformers.media.torchvision import prepare_torchvision
 
 __all__ = ["Processed", "Processor"]
 
-_OF_TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
+_OF_TEXT = re.compile("input_ids|attention_mask|labels|.*token_type_ids")
 _POSITION_FIELDS = ("image_token_id", "image_token_index", "media_placeholder_token_id")
 _LIBRARIES = ("transformers", "torch", "torchvision", "numpy", "pillow")
 """Whose versions decide how pixels are resized and rounded."""
@@ -45,12 +47,14 @@ _SOFT_TOKENS = {"low": 70, "high": 1120}
 
 @dataclass(frozen=True, slots=True)
 class Processed:
-    """A picture that was processed. tensors: by the processor's names. digest, text, num_positions: see ReadPicture."""
+    """A picture that was processed. tensors: by the processor's names. The others: see ReadPicture."""
 
     tensors: Mapping[str, torch.Tensor]
     digest: bytes
     text: str
     num_positions: int
+    lead: int = 0
+    trail: int = 0
 
 
 class _NoVideos(dict[str, object]):
@@ -102,10 +106,21 @@ class Processor:
             raise ConfigError(f"{type(self._processor).__name__} writes pictures in a way that is not supported")
         ids = self._record.tokenizer(parts[1], add_special_tokens=False)["input_ids"]
         num_positions = sum(one in self.position_token_ids for one in ids)
-        tensors = {name: _tensor(name, value) for name, value in made.items() if name not in _OF_TEXT}
+        tensors = {name: _tensor(name, value) for name, value in made.items() if not _OF_TEXT.fullmatch(name)}
         if not num_positions or not tensors:
             raise ConfigError(f"{type(self._processor).__name__} makes no positions of a picture")
-        return Processed(tensors, self._digest(image, settings, parts[1]), parts[1], num_positions)
+        digest = self._digest(image, settings, parts[1])
+        return Processed(tensors, digest, parts[1], num_positions, *self._margins(ids))
+
+    def _margins(self, ids: Sequence[int]) -> tuple[int, int]:
+        """How many tokens of a picture's text in front of its first position, and behind its last one, are of the
+        picture by the processor's types of tokens (`mm_token_type_ids`), next to each other."""
+        if not getattr(self._processor, "return_mm_token_type_ids", False):
+            return 0, 0
+        types = self._processor.create_mm_token_type_ids([list(ids)])[0]
+        places = [place for place, one in enumerate(ids) if one in self.position_token_ids]
+        before = takewhile(bool, reversed(types[: places[0]]))
+        return sum(1 for _ in before), sum(1 for _ in takewhile(bool, types[places[-1] + 1 :]))
 
     def _digest(self, image: Image.Image, settings: dict[str, object], text: str) -> bytes:
         """32 bytes of all that decides the tensors, how many positions they have and what the tower makes of them. The

@@ -93,7 +93,9 @@ class ChildReader:
         made = self._ask(msgspec.msgpack.encode(Question(data, detail)))
         assert isinstance(made, Read)
         self.store.add(made.digest, made.nbytes)
-        picture = ReadPicture(made.digest, made.text, made.num_positions, made.width, made.height)
+        picture = ReadPicture(
+            made.digest, made.text, made.num_positions, made.width, made.height, made.lead, made.trail
+        )
         with self._lock:
             self._known[key, detail] = picture
             while len(self._known) > _MOST_KNOWN:

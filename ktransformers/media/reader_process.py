@@ -100,7 +100,9 @@ def _read(processor: Processor, store: Path, question: Question) -> Read:
     image = decode(question.data, notes.append)
     made = processor.process(image, question.detail)
     nbytes = _write(made, store)
-    return Read(made.digest, made.text, made.num_positions, *image.size, nbytes, tuple(notes))
+    width, height = image.size
+    notes_made, margins = tuple(notes), (made.lead, made.trail)
+    return Read(made.digest, made.text, made.num_positions, width, height, nbytes, notes_made, *margins)
 
 
 def _write(made: Processed, store: Path) -> int:

@@ -7,13 +7,25 @@ not know which positions are pictures: equal ids are equal contents.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
-from hashlib import shake_128
+from enum import StrEnum
+from hashlib import blake2b, shake_128
 from struct import unpack
 
 import msgspec
 
-__all__ = ["MEDIA_ID_BASE", "MediaItem", "is_media_id", "media_ids", "num_media_ids", "picture_stretches"]
+__all__ = [
+    "MEDIA_ID_BASE",
+    "MediaItem",
+    "Sight",
+    "is_media_id",
+    "media_ids",
+    "num_media_ids",
+    "picture_stretches",
+    "sight_salt",
+    "whole_stretches",
+]
 
 MEDIA_ID_BASE = 1 << 30
 """The least pseudo-id. The largest fits into int32."""
@@ -21,12 +33,26 @@ MEDIA_ID_BASE = 1 << 30
 _MASK = MEDIA_ID_BASE - 1
 
 
+class Sight(StrEnum):
+    """What positions of pictures see behind themselves; all of them see what is before.
+
+    NOTHING: as positions of text. PICTURE: the rest of their picture. PICTURES: all pictures of the prompt, with the
+    tokens around each. PROMPT: all of the prompt, whose texts do so, too. What a position sees has to be computed in
+    one step with it. Of the last two, keys and values depend on what comes later, and so does `sight_salt`.
+    """
+
+    NOTHING = "nothing"
+    PICTURE = "picture"
+    PICTURES = "pictures"
+    PROMPT = "prompt"
+
+
 class MediaItem(msgspec.Struct, frozen=True):
     """A picture of a prompt, and where it stands.
 
     digest: 32 bytes of everything that decides what the tower makes of it: the name of its file in the store.
-    start, length: positions from the first that shows a part of it to the last; those among them that do not (breaks
-    between rows or tiles) have the ids of tokens.
+    start, length: positions from the first that shows a part of it to the last, with those around them that the family
+    counts to the picture; those among them that show nothing (breaks between rows or tiles) have the ids of tokens.
     """
 
     digest: bytes
@@ -69,3 +95,21 @@ def picture_stretches(token_ids: Sequence[int], media: Iterable[MediaItem]) -> l
                 found.append((first, place))
                 first = None
     return found
+
+
+def whole_stretches(token_ids: Sequence[int], media: Sequence[MediaItem], sight: Sight) -> list[tuple[int, int]]:
+    """Return, in order, (first, last + 1) of all stretches of a prompt that one step has to compute."""
+    if sight is Sight.NOTHING or not media:
+        return []
+    if sight is Sight.PICTURE:
+        return picture_stretches(token_ids, media)
+    return [(0, len(token_ids)) if sight is Sight.PROMPT else (media[0].start, media[-1].end)]
+
+
+def sight_salt(token_ids: Sequence[int], media: Sequence[MediaItem], sight: Sight) -> str:
+    """Return what keeps keys and values of a prompt apart from those of others that begin with the same ids and go on
+    in another way; empty where ids say all."""
+    if sight in (Sight.NOTHING, Sight.PICTURE) or not media:
+        return ""
+    end = whole_stretches(token_ids, media, sight)[0][1]
+    return blake2b(array("q", token_ids[:end]).tobytes(), digest_size=16).hexdigest()

@@ -186,6 +186,7 @@ class ModelFacts:
     architecture: str | None
     is_of_transformers: bool
     vocab_size: int
+    num_extra_ids: int
     hidden_size: int
     intermediate_size: int
     layers: tuple[LayerFacts, ...]
@@ -218,6 +219,7 @@ class ModelFacts:
             architecture=str(architectures[0]) if isinstance(architectures, list) and architectures else None,
             is_of_transformers=type(config.of).__module__.startswith("transformers."),
             vocab_size=config.number("vocab_size"),
+            num_extra_ids=config.find("additional_vocab_size") or 0,
             hidden_size=config.number("hidden_size"),
             intermediate_size=max(config.numbers(num_layers, "intermediate_size") or (0,)),
             layers=_layers(config, num_layers, latent, experts),

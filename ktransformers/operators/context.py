@@ -73,32 +73,39 @@ class PictureRows:
     """The N rows of a step that show parts of pictures. It may have none of them, and positions of three axes.
 
     rows: int64 [N], ascending. hidden: [N, H], in place of what the embedding has for tokens. by_layer: [N, H] each, to
-    be added to the hidden states of these rows behind layers 0, 1, ... of the model (deepstack). ends: int32 [T], where
-    each row of the step sees all of its picture: positions up to the picture's end, for others up to their own; None:
-    no row sees what is behind it. ends_in_full, ends_in_windows: which layers that is true of: those that see all
-    positions, and those that see the last ones, counted from the row's own. starts: int32 [T], the first position of
-    its picture, or its own, which a row sees where its window begins behind that, too; None: it does not. pool_starts:
-    int64 [3, T], rotary positions of the first positions of pools that rows end, where layers have pools.
+    be added to the hidden states of these rows behind the layers of these numbers (deepstack); -1: in front of the
+    first. ends: int32 [T], where rows of the step see all of their picture, or of their prompt: positions up to the end
+    of that, for others up to their own; None: no row sees what is behind it. ends_in_full, ends_in_windows: which
+    layers that is true of: those that see all positions, and those that see the last ones, counted from the row's own.
+    starts: int32 [T], the first position of its picture, or its own, which a row sees where its window begins behind
+    that, too; None: it does not. pool_starts: int64 [3, T], rotary positions of the first positions of pools that rows
+    end, where layers have pools. routed: int64 [M], ascending, rows that are routed to experts for pictures; None:
+    layers have no such. added_to: the token whose embedding `hidden` is added to; None: it takes its place. gaps: int64
+    [2, G], sequences of the step and positions between pictures that rows in front of them do not see; None: there are
+    none.
     """
 
     rows: torch.Tensor
     hidden: torch.Tensor
-    by_layer: tuple[torch.Tensor, ...] = ()
+    by_layer: Mapping[int, torch.Tensor] = field(default_factory=dict)
     ends: torch.Tensor | None = None
     starts: torch.Tensor | None = None
     pool_starts: torch.Tensor | None = None
     ends_in_full: bool = False
     ends_in_windows: bool = False
+    routed: torch.Tensor | None = None
+    added_to: int | None = None
+    gaps: torch.Tensor | None = None
 
     @property
-    def is_seen_ahead(self) -> bool:
-        """Whether rows see what is behind them, in the rest of their picture."""
-        return self.ends is not None
+    def is_planned(self) -> bool:
+        """Whether layers do more with these rows than add to them, by what the host knows of each step."""
+        return any(part is not None for part in (self.ends, self.pool_starts, self.routed))
 
     def to(self, device: torch.device) -> PictureRows:
         """Return the same on `device`, for its layers: without what only the embedding's place needs."""
-        by_layer = tuple(part.to(device) for part in self.by_layer)
-        names = ("ends", "starts", "pool_starts")
+        by_layer = {layer: part.to(device) for layer, part in self.by_layer.items()}
+        names = ("ends", "starts", "pool_starts", "gaps")
         moved = {name: part.to(device) for name in names if (part := getattr(self, name)) is not None}
         return replace(self, rows=self.rows.to(device), by_layer=by_layer, **moved)
 
@@ -109,8 +116,9 @@ class PictureRows:
         return PictureRows(self.rows[:0], self.hidden[:0], pool_starts=self.pool_starts[:, rows].clone())
 
     def add_behind(self, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states [1, T, H] or [T, H] behind layer `layer`, with what is added to them there."""
-        if layer >= len(self.by_layer):
+        """Return the hidden states [1, T, H] or [T, H] behind layer `layer`, with what is added to them there. -1: in
+        front of the first one."""
+        if layer not in self.by_layer:
             return hidden_states
         more = self.by_layer[layer].to(hidden_states.device, hidden_states.dtype)
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])

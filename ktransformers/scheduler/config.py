@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ktransformers.cache.tiers import PAGE
 from ktransformers.core import SNAPSHOT_ALIGN
 from ktransformers.errors import ConfigError
+from ktransformers.media.records import Sight
 from ktransformers.scheduler.limits import Limits
 
 __all__ = [
@@ -79,7 +80,8 @@ class SchedulerConfig:
     max_itl_ratio: beside prompts, streams are at most so many times slower than alone over any two seconds, as far as
     scheduler/prefill_throttle.py can have it; 0: chunk_size alone decides. max_gap_ms: milliseconds that a step which
     carries prompts beside decodes may last; 0: no limit.
-    vocab_size: token ids are 0 .. vocab_size - 1. A prompt with others would kill the engine again and again.
+    vocab_size: token ids are 0 .. vocab_size - 1. A prompt with others would kill the engine again and again, but for
+    num_extra_ids ones behind them, which no answer has.
     eos_token_ids: end every answer whose request does not say ignore_eos.
     max_model_len: most tokens of one sequence that the model can do; None: as many as the cache holds.
     has_prefix_cache: whether sequences share pages.
@@ -89,7 +91,7 @@ class SchedulerConfig:
     tiers: where pages go besides; None: they are forgotten when the cache needs room.
     max_drafts: most draft tokens of a row, see scheduler/drafting; 0: none. drafter: what finds them: "ngram", the
     scheduler itself, in the text; else the engine, by a model that this is the name of.
-    keeps_pictures_whole: whether positions of a picture see each other, so that one step has to compute them.
+    picture_sight: what positions of pictures see behind themselves, which one step has to compute with them.
     num_stages: processes that steps pass one after another. With several, as many steps are under way, each with a
     share of the sequences.
     """
@@ -113,7 +115,8 @@ class SchedulerConfig:
     drafter: str = "ngram"
     long_chunk_size: int = 0
     long_prompt: int = 0
-    keeps_pictures_whole: bool = False
+    picture_sight: Sight = Sight.NOTHING
+    num_extra_ids: int = 0
 
     def __post_init__(self) -> None:
         positive = ("num_pages", "page_size", "chunk_size", "max_batch_size", "vocab_size", "snapshot_align")
@@ -162,8 +165,10 @@ class SchedulerConfig:
         return Limits(
             max_len=self.max_len,
             vocab_size=self.vocab_size,
+            num_extra_ids=self.num_extra_ids,
             is_models_limit=self.max_len == self.max_model_len,
-            max_picture_len=self.chunk_size if self.keeps_pictures_whole else None,
+            max_picture_len=self.chunk_size,
+            picture_sight=self.picture_sight,
         )
 
     @property

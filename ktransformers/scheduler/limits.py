@@ -7,9 +7,15 @@ from dataclasses import dataclass
 
 from ktransformers.core import SamplingParams
 from ktransformers.errors import ConfigError, ContextLengthError, PromptError, UnsupportedError
-from ktransformers.media.records import MediaItem, is_media_id, picture_stretches
+from ktransformers.media.records import MediaItem, Sight, is_media_id, whole_stretches
 
 __all__ = ["Limits", "tokens_beside"]
+
+_TOO_LONG = {
+    Sight.PICTURE: ("a picture takes", "send a smaller one"),
+    Sight.PICTURES: ("the pictures of the prompt take, with all that is between them,", "send fewer or smaller ones"),
+    Sight.PROMPT: ("the prompt takes, with its pictures,", "shorten it"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,8 +24,8 @@ class Limits:
 
     max_len: most tokens of prompt and answer together. is_models_limit: whether that is what the model takes; else
     set_by names the option that sets it, and remedy says in words how it is made larger. has_head: whether the model
-    generates text. max_picture_len: most neighbouring positions of a picture, which one step has to compute; None: any
-    number.
+    generates text. num_extra_ids: ids behind the vocabulary that prompts may have. max_picture_len: most positions that
+    one step computes, for what picture_sight says that it has to.
     """
 
     max_len: int
@@ -29,7 +35,9 @@ class Limits:
     has_head: bool = True
     set_by: str = "--cache_lens"
     remedy: str = "start with a larger --cache_lens"
-    max_picture_len: int | None = None
+    num_extra_ids: int = 0
+    max_picture_len: int = 0
+    picture_sight: Sight = Sight.NOTHING
 
     def check(
         self,
@@ -53,8 +61,7 @@ class Limits:
             raise self.too_long(len(prompt_ids))
         if len(prediction_ids) >= self.max_len:
             raise self.long_prediction(len(prediction_ids))
-        if self.max_picture_len is not None:
-            self._check_pictures(prompt_ids, media, self.max_picture_len)
+        self._check_pictures(prompt_ids, media)
         named = {
             "the prompt": tokens_beside(prompt_ids, media),
             "the prediction": prediction_ids,  # draft tokens are inputs of the model, as the prompt is
@@ -62,24 +69,24 @@ class Limits:
             "allowed_token_ids": params.allowed_token_ids or (),
         }
         for where, token_ids in named.items():
+            end = self.vocab_size + (self.num_extra_ids if where == "the prompt" else 0)
             for token_id in token_ids and (min(token_ids), max(token_ids)):
-                if not 0 <= token_id < self.vocab_size:
-                    raise ConfigError(
-                        f"{where} names token {token_id}; this model's ids are 0 to {self.vocab_size - 1}"
-                    )
+                if not 0 <= token_id < end:
+                    raise ConfigError(f"{where} names token {token_id}; this model's ids are 0 to {end - 1}")
         for token_id, bias in params.logit_bias.items():
             if not -100.0 <= bias <= 100.0:
                 raise ConfigError(f"logit_bias of token {token_id} must be in [-100, 100], got {bias}")
         if params.stop and not self.has_vocabulary:
             raise ConfigError("stop strings need a tokenizer, and this model's files hold none; use stop_token_ids")
 
-    @staticmethod
-    def _check_pictures(prompt_ids: Sequence[int], media: Sequence[MediaItem], most: int) -> None:
-        longest = max((end - start for start, end in picture_stretches(prompt_ids, media)), default=0)
+    def _check_pictures(self, prompt_ids: Sequence[int], media: Sequence[MediaItem]) -> None:
+        stretches, most = whole_stretches(prompt_ids, media, self.picture_sight), self.max_picture_len
+        longest = max((end - start for start, end in stretches), default=0)
         if longest > most:
+            what, less = _TOO_LONG[self.picture_sight]
             raise PromptError(
-                f"a picture takes {longest} positions, which this model computes in one step, and steps have {most}: "
-                "send a smaller one, or start with a larger --chunk_size"
+                f"{what} {longest} positions, which this model computes in one step, and steps have {most}: "
+                f"{less}, or start with a larger --chunk_size"
             )
 
     def long_prediction(self, num_tokens: int) -> ConfigError:

@@ -22,7 +22,7 @@ from struct import Struct
 import msgspec
 
 from ktransformers.core import FinishReason, SamplingParams, TokenLogprobs
-from ktransformers.media.records import MediaItem
+from ktransformers.media.records import MediaItem, Sight, sight_salt
 from ktransformers.scheduler.tier_records import TierPlan, TierResult, TierStats
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "StepPlan",
     "StepResult",
     "counts_in",
+    "salted",
 ]
 
 
@@ -70,6 +71,12 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     is_suspended: bool = False
     prediction_ids: Sequence[int] = ()
     media: Sequence[MediaItem] = ()
+
+
+def salted(request: Request, sight: Sight) -> Request:
+    """Return a request that shares no pages with those whose pictures see other things, see `sight_salt`."""
+    salt = sight_salt(request.prompt_ids, request.media, sight)
+    return msgspec.structs.replace(request, cache_salt=f"{request.cache_salt} {salt}") if salt else request
 
 
 class NewSequence(msgspec.Struct, frozen=True, kw_only=True):

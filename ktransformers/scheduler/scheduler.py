@@ -53,7 +53,7 @@ from dataclasses import replace
 from operator import attrgetter
 
 from ktransformers.core import PROMPT_LOGPROB_ROWS, AnswerEnd, FinishReason
-from ktransformers.media.records import picture_stretches
+from ktransformers.media.records import whole_stretches
 from ktransformers.scheduler.batch import Batch, PlannedRow, PlannedStep, runnable
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.drafting.planner import DraftPlanner
@@ -69,6 +69,7 @@ from ktransformers.scheduler.records import (
     SchedulerStats,
     StepPlan,
     StepResult,
+    salted,
 )
 from ktransformers.scheduler.sequence import RunningState, Sequence
 from ktransformers.scheduler.totals import SchedulerTotals, stats_of
@@ -117,6 +118,7 @@ class Scheduler:
             raise ValueError(f"request {request.request_id!r} is here already")
         self.config.limits.check(request.prompt_ids, request.params, request.prediction_ids, request.media)
         params, prompt_len = request.params, len(request.prompt_ids)
+        request = salted(request, self.config.picture_sight)
         if params.seed is None:  # drawn here, once: every run of the request must draw the same tokens
             params = replace(params, seed=secrets.randbits(63))
         seq = Sequence(
@@ -126,7 +128,7 @@ class Scheduler:
             end=AnswerEnd.of(params, self.config.eos_token_ids, self.config.max_len - prompt_len),
             token_ids=[*request.prompt_ids, *request.answer_ids],
             cached_len=request.cached_len,
-            stretches=picture_stretches(request.prompt_ids, request.media) if self.config.keeps_pictures_whole else (),
+            stretches=whole_stretches(request.prompt_ids, request.media, self.config.picture_sight),
         )
         if seq.known_len >= seq.limit_len:
             raise ValueError(f"request {request.request_id!r} has its answer already: {seq.completion_len} tokens")

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from ktransformers.errors import ConfigError
 from ktransformers.media import reader as reader_module
 from ktransformers.media.decoding import decode
+from ktransformers.media.picture import ReadPicture, media_items, with_media_ids
 from ktransformers.media.processing import Processor
 from ktransformers.media.reader import ChildReader, key_of
 from ktransformers.media.store import PictureStore
@@ -128,6 +129,35 @@ def test_low_detail_is_fewer_positions(tmp_path: Path) -> None:
     image = Image.new("RGB", (300, 100))
     counts = {detail: processor.process(image, detail).num_positions for detail in ("auto", "low", "high")}
     assert counts["low"] == 4 < counts["auto"] == counts["high"]
+
+
+class TypedTokens:
+    """A processor that counts 5, 6 and 7 to a picture, as Molmo 2's does what stands around its patches."""
+
+    return_mm_token_type_ids = True
+
+    def create_mm_token_type_ids(self, ids: list[list[int]]) -> list[list[int]]:
+        return [[int(5 <= one <= 7) for one in line] for line in ids]
+
+
+@pytest.mark.parametrize(
+    ("ids", "margins"),
+    [
+        ([5, 6, 6, 7, 5, 6, 7, 7], (1, 2)),
+        ([1, 7, 6, 2, 7], (1, 0)),
+        ([1, 5, 2, 6, 6, 3], (0, 0)),
+    ],
+)
+def test_tokens_around_positions_are_of_the_picture(ids: list[int], margins: tuple[int, int]) -> None:
+    made = Processor.__new__(Processor)
+    made._processor, made.position_token_ids = TypedTokens(), frozenset({6})
+    assert made._margins(ids) == margins
+    count = ids.count(6)
+    picture = ReadPicture(bytes(32), "", count, 1, 1, *margins)
+    prompt = with_media_ids([9, *ids, 9], [picture], frozenset({6}))
+    (item,) = media_items(prompt, [picture])
+    first, last = ids.index(6), len(ids) - 1 - ids[::-1].index(6)
+    assert (item.start, item.end) == (1 + first - margins[0], 2 + last + margins[1])
 
 
 def kill_at(reader: ChildReader) -> subprocess.Popen[bytes]:

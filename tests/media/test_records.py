@@ -12,6 +12,7 @@ from ktransformers.errors import ConfigError
 from ktransformers.media.records import (
     MEDIA_ID_BASE,
     MediaItem,
+    Sight,
     is_media_id,
     media_ids,
     num_media_ids,
@@ -77,7 +78,7 @@ def test_stretches_are_neighbours_of_one_picture() -> None:
 
 @pytest.mark.parametrize(("most", "is_refused"), [(3, False), (2, True)])
 def test_pictures_that_have_to_be_whole_fit_a_step(most: int, is_refused: bool) -> None:
-    limits = replace(LIMITS, max_picture_len=most)
+    limits = replace(LIMITS, max_picture_len=most, picture_sight=Sight.PICTURE)
     media = [MediaItem(DIGEST, 2, 6)]
     if not is_refused:
         limits.check(PROMPT, SamplingParams(), media=media)

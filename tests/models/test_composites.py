@@ -31,7 +31,7 @@ from tests.support.models.composites import COMPOSITES, tiny_composite
 TOLERANCE = 5e-5  # of the largest logit; both sides multiply the same fp32 numbers
 RUN = (
     *("kimi_k25", "mistral3", "mistral3 of mistral4", "gemma3", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm46v"),
-    *("glm4v_moe", "ernie4_5_vl_moe"),
+    *("glm4v_moe", "ernie4_5_vl_moe", "granite4_vision", "granite_docling", "idefics3", "molmo2"),
 )
 """Those whose layers have operators and caches; of all others the parameters are compared."""
 
@@ -59,7 +59,8 @@ def opened(folder: Path) -> tuple[PreTrainedModel, SafetensorsSource]:
     files = open_safetensors(folder)
     whole = load_hf_config(folder)
     model = build_skeleton(take_text_config(whole, files.tensors.keys()))
-    return model, SafetensorsSource(files, ModelFacts.of(whole))
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    return model, SafetensorsSource(files, ModelFacts.of(whole), shapes)
 
 
 def layout_of(module: nn.Module, key: str) -> ExpertsLayout:
@@ -72,7 +73,7 @@ def check_parameters(folder: Path, model: PreTrainedModel) -> None:
     """Every parameter of the language model is found, with the numbers that it has in the composite `model`."""
     skeleton, source = opened(folder)
     is_whole = not hasattr(model, "model")  # the language part is a causal model of its own
-    language: nn.Module = model.language_model.model if is_whole else model.model.language_model
+    language: nn.Module = model.language_model.model if is_whole else model.get_decoder()
     head = (model.language_model if is_whole else model).lm_head.weight
     fused = routed_experts(skeleton)
     names = [name for name in skeleton.state_dict() if name.rpartition(".")[0] not in fused]

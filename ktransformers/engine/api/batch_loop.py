@@ -289,8 +289,9 @@ class BatchLoop(Generic[EngineT]):
         else:
             token_ids, media = list(session), media_of(session)
         named = tokens_beside(token_ids, media)
-        if named and not 0 <= min(named) <= max(named) < self.config.vocab_size:
-            raise ConfigError(f"token ids must be in [0, {self.config.vocab_size})")
+        end = self.config.vocab_size + self.config.num_extra_ids
+        if named and not 0 <= min(named) <= max(named) < end:
+            raise ConfigError(f"token ids must be in [0, {end})")
         kept = take_pages(self.visit, token_ids, path)
         return write_saved(path, self.engine.identity, session, kept, messages)
 

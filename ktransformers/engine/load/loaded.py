@@ -15,6 +15,7 @@ from ktransformers.engine.step.executor import PagedExecutor
 from ktransformers.engine.step.hot import HotService
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.kernels.cpu import WorkerPool
+from ktransformers.media.records import Sight
 from ktransformers.models.facts import ModelFacts
 from ktransformers.operators.expert_files import ExpertFiles
 from ktransformers.optimize.plan import Plan
@@ -38,6 +39,7 @@ def scheduler_limits(
         chunk_size=config.chunk_size,
         max_batch_size=max_batch_size,
         vocab_size=model.vocab_size,
+        num_extra_ids=model.num_extra_ids,
         eos_token_ids=model.eos_token_ids,
         max_model_len=model.context_len,
         has_prefix_cache=config.prefix_cache,
@@ -100,20 +102,22 @@ class Engine(LoadedModel):
             tiers=self.tiers,
             max_drafts=self.max_drafts,
             drafter=self.drafter,
-            keeps_pictures_whole=self.keeps_pictures_whole,
+            picture_sight=self.picture_sight,
             long_chunk_size=self.long_chunk_size,
             long_prompt=self.hot.long_steps.least_tokens,
         )
 
     @property
-    def keeps_pictures_whole(self) -> bool:
-        """Whether positions of a picture see each other, see SchedulerConfig."""
-        return self.executor.pictures is not None and self.executor.pictures.family.keeps_whole
+    def picture_sight(self) -> Sight:
+        """What positions of pictures see, see SchedulerConfig."""
+        return Sight.NOTHING if self.executor.pictures is None else self.executor.pictures.family.sight
 
     @property
     def long_chunk_size(self) -> int:
-        """Tokens of a step of long prompts, see SchedulerConfig: none where its blocks would cut pictures."""
-        return 0 if self.keeps_pictures_whole else self.hot.long_steps.rows
+        """Tokens of a step of long prompts, see SchedulerConfig: none where its blocks would cut pictures, or rows that
+        are routed by what they show."""
+        is_routed = self.pictures is not None and self.pictures.family.around is not None
+        return 0 if self.picture_sight is not Sight.NOTHING or is_routed else self.hot.long_steps.rows
 
     @property
     def pictures(self) -> PictureEncoder | None:

@@ -7,11 +7,12 @@ import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from ktransformers.engine.media.family import PictureFamily
+from ktransformers.engine.media.family import PictureFamily, token_added_to
 from ktransformers.engine.media.features import PictureFeatures
 from ktransformers.engine.media.positions import RopeIndex
 from ktransformers.engine.media.stored import picture_tensors
@@ -42,8 +43,8 @@ class TowerEncoder:
         self, tower: Tower, family: PictureFamily, folder: Path, pool: WorkerPool, max_bytes: int = FEATURE_BYTES
     ):
         self._tower, self._folder, self._pool, self._max_bytes = tower, folder, pool, max_bytes
-        self.family = family
         self._host = picture_host(tower.model)
+        self.family = replace(family, added_to=token_added_to(self._host))
         self._width = int(text_config_of(tower.model.config).hidden_size)
         self._names = _tensor_names(self._host)
         self._of_config = _named_in_config(self._host)
@@ -95,11 +96,13 @@ class TowerEncoder:
             if projector is not None:
                 stack.callback(projector.register_forward_hook(lambda module, *_: ran.append(module)).remove)
             output = getattr(self._host, FEATURES)(**given, **self._of_config, return_dict=True)
-            hidden = _of_output(output)
+            hidden, added = _of_output(output), _added(getattr(output, "deepstack_features", None) or ())
             if projector is not None and not ran:  # Llama 4's composite calls it outside of that
                 hidden = projector(_rows(hidden))
-            by_layer = getattr(output, "deepstack_features", None) or ()
-            return PictureFeatures(self._checked(hidden), tuple(self._checked(each) for each in by_layer))
+            by_layer = {layer: self._checked(each) for layer, each in added.items()}
+            if hidden is None and by_layer:  # Granite 4 Vision's composite shows zeros, and adds all that it has
+                return PictureFeatures(torch.zeros_like(next(iter(by_layer.values()))), by_layer)
+            return PictureFeatures(self._checked(hidden), by_layer)
 
     def _checked(self, hidden: object) -> torch.Tensor:
         """Rows [N, H] on the CPU in fp32. Raises ValueError for rows of another width than the model's."""
@@ -137,6 +140,13 @@ def _of_output(output: object) -> object:
     return output.last_hidden_state if pooled is None else pooled
 
 
+def _added(features: Sequence[object]) -> dict[int, object]:
+    """What is added behind which layer: features in the order of layers, or pairs of the layer that they stand in front
+    of and features."""
+    pairs = [one for one in features if isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], int)]
+    return {layer - 1: one for layer, one in pairs} if pairs else dict(enumerate(features))
+
+
 def _rows(hidden: object) -> torch.Tensor:
     """[N, H] of one picture."""
     if isinstance(hidden, torch.Tensor):
@@ -147,4 +157,4 @@ def _rows(hidden: object) -> torch.Tensor:
 
 
 def _nbytes(features: PictureFeatures) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in (features.hidden, *features.by_layer))
+    return sum(tensor.numel() * tensor.element_size() for tensor in (features.hidden, *features.by_layer.values()))

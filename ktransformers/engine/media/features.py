@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -19,11 +19,12 @@ class PictureFeatures:
     """The hidden states of a picture's positions, in their order.
 
     hidden: [N, H], in place of what the embedding has for tokens, on the CPU in fp32 or on a GPU in its type. by_layer:
-    [N, H] each, added to the hidden states of these positions behind layers 0, 1, ... (deepstack); empty: none are.
+    [N, H] each, added to the hidden states of these positions behind the layers of these numbers (deepstack); -1: in
+    front of the first.
     """
 
     hidden: torch.Tensor
-    by_layer: tuple[torch.Tensor, ...] = ()
+    by_layer: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
 class PictureEncoder(Protocol):

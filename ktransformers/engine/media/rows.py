@@ -18,7 +18,7 @@ import torch
 from ktransformers.engine.media.family import PictureFamily
 from ktransformers.engine.media.features import PictureEncoder, PictureFeatures
 from ktransformers.errors import MODULE_FAILURES, EngineError, KTransformersError, named_reason
-from ktransformers.media.records import MEDIA_ID_BASE, media_ids, picture_stretches
+from ktransformers.media.records import MEDIA_ID_BASE, Sight, media_ids, whole_stretches
 from ktransformers.operators.context import PictureRows
 from ktransformers.scheduler.records import NewSequence
 
@@ -55,10 +55,19 @@ class RunPictures:
                 raise EngineError(f"picture {index}: its positions do not have the ids of {item.digest.hex()}")
         if sum(self._counts) != len(self._at):
             raise EngineError("the prompt has positions of pictures that it does not name")
-        self._starts, self._ends = np.empty_like(self._at), np.empty_like(self._at)  # of the stretch around a position
-        for first, end in picture_stretches(prompt.tolist(), self._media):
-            part = slice(*np.searchsorted(self._at, (first, end)))
+        stretches = whole_stretches(prompt.tolist(), self._media, encoder.family.sight)
+        self._seeing = self._at[:0]  # positions that see what is behind them
+        if stretches:
+            parts = stretches if encoder.family.sight is not Sight.PICTURES else [(i.start, i.end) for i in self._media]
+            self._seeing = np.concatenate([np.arange(first, end) for first, end in parts])
+        inside = np.concatenate([np.arange(first, end) for first, end in stretches]) if stretches else self._seeing
+        self._gaps = np.setdiff1d(inside, self._seeing)
+        self._starts, self._ends = np.empty_like(self._seeing), np.empty_like(self._seeing)  # of the stretch around it
+        for first, end in stretches:
+            part = slice(*np.searchsorted(self._seeing, (first, end)))
             self._starts[part], self._ends[part] = first, end
+        around = encoder.family.around
+        self._routed = None if around is None else np.union1d(self._at, np.flatnonzero(np.isin(prompt, [*around])))
         self._features: dict[int, PictureFeatures] = {}
         self.token_ids = [encoder.family.token_id if one >= MEDIA_ID_BASE else one for one in start.token_ids]
         self._axes: npt.NDArray[np.int64] | None = None
@@ -86,7 +95,9 @@ class RunPictures:
     def is_plain(self, start: int, end: int, pool: int = 1, ahead: int = 0) -> bool:
         """Whether positions from `start` to before `end` have one rotary position each, which follows that of
         `pool` - 1 positions before, and those `ahead` behind them show nothing."""
-        if _some_in(self._at, start + ahead, end + ahead) or _some_in(self._uneven, start, end):
+        if _some_in(self._at, start + ahead, end + ahead) or any(
+            places is not None and _some_in(places, start, end) for places in (self._uneven, self._seeing, self._routed)
+        ):
             return False
         if pool == 1 or self._axes is None:
             return True
@@ -113,6 +124,17 @@ class RunPictures:
         self._features = {item: one for item, one in self._features.items() if self._media[item].end > end}
         return found
 
+    def routed(self, start: int, end: int) -> npt.NDArray[np.int64]:
+        """Return the positions that are routed to experts for pictures, counted from `start`."""
+        if self._routed is None:
+            return self._at[:0]
+        return self._routed[slice(*np.searchsorted(self._routed, (start, end)))] - start
+
+    def gaps(self, start: int, end: int) -> npt.NDArray[np.int64]:
+        """Return positions between pictures that see each other, where rows from `start` to before `end` may not see
+        them."""
+        return self._gaps[self._gaps > start] if _some_in(self._seeing, start, end) else self._gaps[:0]
+
     def _features_of(self, item: int) -> PictureFeatures:
         """Kept until all of the picture is computed, whatever the encoder forgets meanwhile."""
         if item not in self._features:
@@ -125,10 +147,10 @@ class RunPictures:
         return features
 
     def bounds(self, start: int, end: int) -> tuple[npt.NDArray[np.int64], ...]:
-        """Return the positions that show something, counted from `start`, and first and last + 1 of the stretch of
-        neighbours that each is in."""
-        part = slice(*np.searchsorted(self._at, (start, end)))
-        return self._at[part] - start, self._starts[part], self._ends[part]
+        """Return the positions that see what is behind them, counted from `start`, and first and last + 1 of the
+        stretch that each is in."""
+        part = slice(*np.searchsorted(self._seeing, (start, end)))
+        return self._seeing[part] - start, self._starts[part], self._ends[part]
 
 
 def why_failed(error: Exception) -> str:
@@ -160,6 +182,7 @@ def pictures_in(
     turned = np.broadcast_to(positions.numpy(), (3, len(positions))).copy()
     ends, starts, back = kv_lens.clone(), kv_lens - 1, (turned + 1 - pool).clip(min=0)
     parts = list[tuple[npt.NDArray[np.int64], PictureFeatures, npt.NDArray[np.int64]]]()
+    routed, gaps = list[npt.NDArray[np.int64]](), list[npt.NDArray[np.int64]]()
     failed, is_plain, first = list[tuple[int, str]](), True, 0
     for index, (pictures, start, end) in enumerate(rows):
         if pictures is not None and start >= pictures.prompt_len + pool - 1:
@@ -174,6 +197,9 @@ def pictures_in(
                 parts += [(at + first, features, which) for at, features, which in shown]
             except PICTURE_FAILURES as error:
                 failed.append((index, why_failed(error)))
+            routed.append(pictures.routed(start, end) + first)
+            apart = pictures.gaps(start, end)
+            gaps.append(np.stack([np.full_like(apart, index), apart]))
             at, begins, stops = map(torch.from_numpy, pictures.bounds(start, end))
             ends[at + first], starts[at + first] = stops.to(ends.dtype), begins.to(starts.dtype)
         first += end - start
@@ -182,25 +208,29 @@ def pictures_in(
     is_even = bool((turned == turned[0]).all())
     axes = torch.from_numpy(turned[0].copy() if is_even else turned)
     made = PictureRows(*_joined(parts), pool_starts=torch.from_numpy(back) if pool > 1 else None)
-    if family.keeps_whole:
+    made = replace(made, added_to=family.added_to)
+    if family.around is not None:
+        made = replace(made, routed=torch.from_numpy(np.concatenate(routed)))
+    if family.sight is not Sight.NOTHING:
         in_full, in_windows = family.ends_in_full, family.ends_in_windows
         made = replace(made, ends=ends, ends_in_full=in_full, ends_in_windows=in_windows)
         made = replace(made, starts=starts if family.keeps_starts else None)
+        if any(apart.size for apart in gaps):
+            made = replace(made, gaps=torch.from_numpy(np.concatenate(gaps, axis=1)))
     return axes, made, failed
 
 
 def _joined(
     parts: Sequence[tuple[npt.NDArray[np.int64], PictureFeatures, npt.NDArray[np.int64]]],
-) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+) -> tuple[torch.Tensor, torch.Tensor, dict[int, torch.Tensor]]:
     """Rows, hidden states and what is added by layer, as PictureRows has them."""
     if not parts:
-        return torch.empty(0, dtype=torch.int64), torch.empty(0, 0), ()
+        return torch.empty(0, dtype=torch.int64), torch.empty(0, 0), {}
     rows = torch.from_numpy(np.concatenate([at for at, *_ in parts]))
 
     def taken(of: torch.Tensor, which: npt.NDArray[np.int64]) -> torch.Tensor:
         return of[torch.from_numpy(which).to(of.device)]
 
     hidden = torch.cat([taken(features.hidden, which) for _, features, which in parts])
-    depth = len(parts[0][1].by_layer)
-    by_layer = (torch.cat([taken(features.by_layer[i], which) for _, features, which in parts]) for i in range(depth))
-    return rows, hidden, tuple(by_layer)
+    layers = parts[0][1].by_layer
+    return rows, hidden, {i: torch.cat([taken(one.by_layer[i], which) for _, one, which in parts]) for i in layers}

@@ -80,6 +80,7 @@ logger = logging.getLogger(__name__)
 class ModelDescription:
     """Facts of a model that need no weights, for processes that talk to an engine in another one.
 
+    num_extra_ids: ids behind the vocabulary that prompts may have, and no answer has.
     context_len: most tokens of one sequence that the model was made for; None: it does not say.
     architecture: the class name in its config.json. generation_defaults: see generation_config.json.
     """
@@ -92,6 +93,7 @@ class ModelDescription:
     architecture: str | None
     description: str
     card: ModelCard = field(default_factory=ModelCard)
+    num_extra_ids: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,8 @@ def open_model(config: EngineConfig, target: OpenedModel | None = None) -> Opene
         return _open_assistant(replace(config, self_check=False), whole, gguf or stored, target)
     tensors = (gguf or stored).tensors  # type: ignore[union-attr]
     shapes = [tensor.shape for tensor in tensors.values()]
-    hf_config = take_text_config(whole, tensors.keys())
+    shows_pictures = gguf is None and config.picture_folder is not None
+    hf_config = take_text_config(whole, tensors.keys(), shows_pictures=shows_pictures)
     has_head = settle_head(hf_config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     if not has_head:
         logger.warning("the files hold no output head (lm_head): the model makes embeddings and generates no text")
@@ -435,6 +438,7 @@ def describe_model(opened: OpenedModel) -> ModelDescription:
     return ModelDescription(
         tokenizer=tokenizer,
         vocab_size=facts.vocab_size,
+        num_extra_ids=facts.num_extra_ids,
         context_len=facts.context_len,
         eos_token_ids=_eos_token_ids(facts, defaults, tokenizer),
         generation_defaults=defaults,

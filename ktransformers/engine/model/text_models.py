@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ktransformers.errors import UnsupportedError
+from ktransformers.models.composite import VISION_EXPERTS
 from ktransformers.models.layers import named_cache
 
 if TYPE_CHECKING:
@@ -25,11 +26,10 @@ if TYPE_CHECKING:
 
 __all__ = ["causal_class"]
 
-_OF_IMAGES = ("vision_moe",)  # children of a text model that no token of text reaches
-
 
 def causal_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     """The class that predicts tokens by `config`, a text model's. Raises UnsupportedError where there is none."""
+    from transformers import GenerationMixin
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -41,8 +41,13 @@ def causal_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     classes, composites = _classes_of(config), MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
     causal = [one for one in classes if one.__name__.endswith("ForCausalLM") and one.config_class is type(config)]
     text = [one for one in classes if one.__name__.endswith("TextModel") and one.config_class is type(config)]
-    if not any(one.__name__ in composites for one in classes):
+    whole = [one for one in classes if one.__name__ in composites]
+    if not whole:
         text = []  # of an encoder of text, say
+    elif not causal and not any(issubclass(one, GenerationMixin) for one in whole):
+        raise UnsupportedError(
+            f"model type {config.model_type} does not generate token by token ({whole[0].__name__}: by diffusion, say)"
+        )
     if not causal and not text:
         raise UnsupportedError(f"model type {config.model_type} is no language model that answers in text")
     return causal[0] if causal else _with_head(text[0])
@@ -74,9 +79,8 @@ def _with_head(text_model: type[PreTrainedModel]) -> type[PreTrainedModel]:
             super().__init__(config)
             self.model = text_model(config)
             for module in list(self.model.modules()):
-                for name in _OF_IMAGES:
-                    if name in module._modules:
-                        delattr(module, name)
+                if VISION_EXPERTS in module._modules and not getattr(config, "has_vision_moe", False):
+                    delattr(module, VISION_EXPERTS)  # no token of text reaches them
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
             self.post_init()
 
@@ -95,6 +99,7 @@ def _with_head(text_model: type[PreTrainedModel]) -> type[PreTrainedModel]:
             hidden_states = outputs.last_hidden_state
             keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(hidden_states[:, keep, :]) * getattr(self.config, "output_multiplier", 1.0)
+            logits = logits / getattr(self.config, "logits_scaling", 1.0)
             bound = getattr(self.config, "final_logit_softcapping", None)
             logits = logits if bound is None else bound * torch.tanh(logits / bound)
             return CausalLMOutputWithPast(logits=logits)  # who wants the cache has handed it in

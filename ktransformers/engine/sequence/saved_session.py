@@ -158,7 +158,7 @@ def read_saved(
         named = tokens_beside(token_ids, header.media)
     except ConfigError as error:
         raise file.fail(str(error)) from error
-    if named and not 0 <= min(named) <= max(named) < limits.vocab_size:
+    if named and not 0 <= min(named) <= max(named) < limits.vocab_size + limits.num_extra_ids:
         raise file.fail("it names tokens that the model does not have")
     if len(token_ids) > limits.max_len:
         raise ContextLengthError(

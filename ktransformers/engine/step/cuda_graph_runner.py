@@ -162,7 +162,7 @@ class CUDAGraphRunner:
         pictures bring is known by then. Whether that could be done."""
         if size in self._failed:
             return False
-        began, plain = time.perf_counter(), self._captured[replace(size, axes=1, depth=0)]
+        began, plain = time.perf_counter(), self._captured[replace(size, axes=1, layers=())]
         if self._backend is not None:
             self._backend.wait()  # the step before may still read its inputs, whose memory is the same
         static = self._make(size)
@@ -209,14 +209,16 @@ class CUDAGraphRunner:
     def _is_replayed(self, size: StepSize) -> bool:
         return self._most_timed is None or size.rows <= self._most_timed
 
-    def size_of(self, rows: int, kept: int, seqs: int, pages: int, *, axes: int = 1, depth: int = 0) -> StepSize | None:
+    def size_of(
+        self, rows: int, kept: int, seqs: int, pages: int, *, axes: int = 1, layers: tuple[int, ...] = ()
+    ) -> StepSize | None:
         """Return the size that a step of so many rows runs in, which keeps the logits of so many; None: it fits
-        none. axes, depth: see StepSize; what is not plain takes the sizes of steps with prompts."""
-        kind = rows, kept, seqs, pages, axes, depth
+        none. axes, layers: see StepSize; what is not plain takes the sizes of steps with prompts."""
+        kind = rows, kept, seqs, pages, axes, *layers
         if kind not in self._suited:
             if len(self._suited) >= _MOST_SUITED:
                 self._suited.clear()
-            is_plain = axes == 1 and not depth
+            is_plain = axes == 1 and not layers
             fitting = (
                 size
                 for size, captured in self._captured.items()
@@ -225,12 +227,12 @@ class CUDAGraphRunner:
             )
             suiting = filter(self._is_replayed, fitting)
             found = min(suiting, key=lambda size: size.waste(rows, seqs, kept), default=None)
-            self._suited[kind] = None if found is None else replace(found, axes=axes, depth=depth)
+            self._suited[kind] = None if found is None else replace(found, axes=axes, layers=layers)
         return self._suited[kind]
 
     def _find(self, inputs: DecodeInputs) -> _Captured | None:
         rows, table = inputs.num_rows, inputs.block_table
-        size = self.size_of(rows, inputs.num_kept, *table.shape, axes=inputs.axes, depth=inputs.depth)
+        size = self.size_of(rows, inputs.num_kept, *table.shape, axes=inputs.axes, layers=inputs.layers)
         if size is None or (size not in self._captured and not self._capture_late(size)):
             return None
         is_due = self._marks is not None and self._marks.is_due()

@@ -28,7 +28,7 @@ from ktransformers.engine.step.decode_inputs import (
     decode_batch_sizes,
     shared_nbytes,
 )
-from ktransformers.engine.step.forward import ForwardPass, StepInputs, batched_positions
+from ktransformers.engine.step.forward import ForwardPass, StepInputs, batched_positions, shown_tokens
 from ktransformers.engine.step.layout import StepLayout
 from ktransformers.engine.step.logits_fetch import LogitsFetch
 from ktransformers.engine.step.lookup import STAGED_ROWS
@@ -137,15 +137,14 @@ class DecodeSteps:
     def takes(self, batch: ForwardBatch) -> bool:
         """Whether `step` is to run a step."""
         context, rows, num_kept = batch.context, len(batch), len(batch.keep)
-        axes, depth, pictures = 1, 0, context.pictures
+        axes, layers, pictures = 1, tuple[int, ...](), context.pictures
         if pictures is not None:
-            is_whole = pictures.is_seen_ahead or pictures.pool_starts is not None
-            if is_whole or any(part.shape[-1] != self._layout.width for part in pictures.by_layer):
+            if pictures.is_planned or any(part.shape[-1] != self._layout.width for part in pictures.by_layer.values()):
                 return False
-            axes, depth = batch.positions.numel() // rows, len(pictures.by_layer)
+            axes, layers = batch.positions.numel() // rows, tuple(pictures.by_layer)
         elif rows <= self.max_rows:
             return True
-        if self._graphs.size_of(rows, num_kept, *context.block_table.shape, axes=axes, depth=depth) is None:
+        if self._graphs.size_of(rows, num_kept, *context.block_table.shape, axes=axes, layers=layers) is None:
             return False
         return num_kept == rows or not StepRuns.is_materialized(context, self._choices)
 
@@ -253,11 +252,12 @@ class DecodeSteps:
     def launch(self, batch: ForwardBatch, *, is_shared: bool = False) -> Tensor:
         """Launch a step as `step` does, but do not wait for its end: logits on the first device, valid until the next
         step."""
+        token_ids = shown_tokens(batch)
         if len(batch) < STAGED_ROWS:  # copied with the other inputs
-            hidden_states = self._lookup.on_host(batch.token_ids, batch.context)
+            hidden_states = self._lookup.on_host(token_ids, batch.context)
             self._has_lookup_here = hidden_states.device.type == "cpu"
         else:
-            hidden_states = self._lookup(batch.token_ids, batch.context)
+            hidden_states = self._lookup(token_ids, batch.context)
         hidden_states = self._forward.shown(hidden_states, batch.context)
         return self._graphs.forward(_inputs_of(hidden_states, batch), is_shared=is_shared)
 

@@ -49,15 +49,15 @@ class StepSize:
     """The size of a graph: how many rows it takes, of how many sequences at most, and of how many rows logits are kept:
     of as many as there are sequences where `kept` is not given.
 
-    axes: of rotary positions, 1, or 3 where rows may show pictures that are turned to time, height and width. depth:
-    how many layers there are behind which pictures add something (deepstack).
+    axes: of rotary positions, 1, or 3 where rows may show pictures that are turned to time, height and width. layers:
+    those behind which pictures add something (deepstack), -1: in front of the first.
     """
 
     rows: int
     seqs: int
     kept: int = 0
     axes: int = 1
-    depth: int = 0
+    layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kept", self.kept or self.seqs)
@@ -65,7 +65,7 @@ class StepSize:
     @property
     def is_plain(self) -> bool:
         """Whether rows bring hidden states alone, with one rotary position each."""
-        return self.axes == 1 and not self.depth
+        return self.axes == 1 and not self.layers
 
     @property
     def is_decode(self) -> bool:
@@ -152,9 +152,9 @@ class DecodeInputs:
         return 1 if self.positions.dim() == 1 else len(self.positions)
 
     @property
-    def depth(self) -> int:
+    def layers(self) -> tuple[int, ...]:
         """Layers behind which pictures add something, see StepSize."""
-        return 0 if self.pictures is None else len(self.pictures.by_layer)
+        return () if self.pictures is None else tuple(self.pictures.by_layer)
 
     @property
     def num_rows(self) -> int:
@@ -372,7 +372,7 @@ class StaticInputs:
         self.num_pages, self.device, self._memory = num_pages, memory.device, memory
         self._data, staged = memory.take(extent.nbytes)
         self.inputs, self._hosts = extent.views(self._data), [_HostInputs(extent, one) for one in staged]
-        if self.size.depth:
+        if self.size.layers:
             self.inputs = replace(self.inputs, pictures=self._adding_nothing(width, dtype))
         shared = memory.shared if self.size.rows <= SHARED_ROWS else ()
         self._shared = [_HostInputs(extent, slot[: extent.nbytes]) for slot in shared]
@@ -381,8 +381,9 @@ class StaticInputs:
     def _adding_nothing(self, width: int, dtype: torch.dtype) -> PictureRows:
         """All rows of the graph, to each of which zeros are added behind each layer: where pictures write theirs."""
         rows = torch.arange(self.size.rows, device=self.device)
-        zeros = (torch.zeros(self.size.rows, width, dtype=dtype, device=self.device) for _ in range(self.size.depth))
-        return PictureRows(rows, torch.empty(0, width, dtype=dtype, device=self.device), tuple(zeros))
+        shape, empty = (self.size.rows, width), torch.empty(0, width, dtype=dtype, device=self.device)
+        zeros = {layer: torch.zeros(shape, dtype=dtype, device=self.device) for layer in self.size.layers}
+        return PictureRows(rows, empty, zeros)
 
     @property
     def is_shared(self) -> bool:
@@ -419,9 +420,9 @@ class StaticInputs:
         """Take what pictures add behind layers, in the order of the current stream."""
         assert self.inputs.pictures is not None, "this size has room for it"
         shown = None if pictures is None else pictures.to(self.device)
-        for layer, added in enumerate(self.inputs.pictures.by_layer):
+        for layer, added in self.inputs.pictures.by_layer.items():
             added.zero_()
-            if shown is not None and layer < len(shown.by_layer):
+            if shown is not None:
                 added.index_copy_(0, shown.rows, shown.by_layer[layer].to(added.dtype))
 
     def stage(self, source: DecodeInputs) -> None:

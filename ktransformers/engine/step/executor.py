@@ -322,6 +322,7 @@ class PagedExecutor:
     def _started(self, start: NewSequence) -> ExecutorRun:
         def sampler_of(prompt_ids: Sequence[int]) -> RequestSampler:
             mask = self._mask_of(start)
+            prompt_ids = [one for one in prompt_ids if one < self._vocab_size] if start.media else prompt_ids
             return RequestSampler(start.params, prompt_ids, self._vocab_size, mask, eos_token_ids=self._eos_token_ids)
 
         return begun_run(start, self.pictures, sampler_of)

@@ -234,10 +234,13 @@ def prompt_scores(
     assert count is not None
     if run.failure is not None:
         return [None] * len(logits)
-    entries = token_logprobs(logits, run.start.token_ids[first : first + len(logits)], count, pool)
-    if run.pictures is None:
-        return [*entries]
-    return [None if run.pictures.is_shown(at) else one for at, one in enumerate(entries, first)]
+    following, vocab_size = run.start.token_ids[first : first + len(logits)], logits.shape[-1]
+    entries = token_logprobs(logits, [min(one, vocab_size - 1) for one in following], count, pool)
+    pictures = run.pictures
+    return [
+        None if following[at - first] >= vocab_size or (pictures is not None and pictures.is_shown(at)) else one
+        for at, one in enumerate(entries, first)
+    ]
 
 
 def needs_of(rows: Sequence[ScheduledSequence], inputs: StepTensors) -> list[int] | None:

@@ -20,13 +20,9 @@ from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.device import CPU
 from ktransformers.operators.exact import NativeMathMode, modules_on_torch
-from ktransformers.operators.layers.gpu import LayerStack
-from ktransformers.operators.layers.joined import Done
-from ktransformers.operators.layers.native_stack import NativeStack
-from ktransformers.operators.layers.traced import layer_list
-from ktransformers.operators.recorder import intercepted
+from ktransformers.operators.layers.pictures import adding_pictures, is_later_stage
 
-__all__ = ["ForwardPass", "StepInputs", "batched_positions"]
+__all__ = ["ForwardPass", "StepInputs", "batched_positions", "shown_tokens"]
 
 logger = logging.getLogger(__name__)
 
@@ -100,19 +96,22 @@ class ForwardPass:
         """`on_cpu` of a step that shows pictures, by the model's own forward."""
         layout = self._whole_layout
         assert layout is not None, "only models that were planned show pictures"
-        context = replace(batch.context, token_ids=batch.token_ids)
-        embedded = self.shown(TokenLookup(layout).on_host(batch.token_ids, context), context)
+        token_ids = shown_tokens(batch)
+        context = replace(batch.context, token_ids=token_ids)
+        embedded = self.shown(TokenLookup(layout).on_host(token_ids, context), context)
         tokens = layout.split(embedded[None])
         return self._logits(positions=batched_positions(batch.positions), keep=batch.keep, context=context, **tokens)
 
     def shown(self, embedded: Tensor, context: ForwardContext) -> Tensor:
         """Return what the embedding gave, [T, width], with pictures in their rows, unless another stage gave it."""
         pictures = context.pictures
-        if pictures is None or _is_later_stage(self.model):
+        if pictures is None or is_later_stage(self.model):
             return embedded
         hidden = pictures.hidden.to(embedded.device, embedded.dtype)
-        embedded = embedded.clone()  # some tables lend their memory
-        embedded[pictures.rows.to(embedded.device), : hidden.shape[-1]] = hidden
+        embedded, rows = embedded.clone(), pictures.rows.to(embedded.device)  # some tables lend their memory
+        if pictures.added_to is not None:
+            hidden = hidden + embedded[rows, : hidden.shape[-1]]
+        embedded[rows, : hidden.shape[-1]] = hidden
         return embedded
 
     @torch.inference_mode()
@@ -121,11 +120,12 @@ class ForwardPass:
         layout = self.layout
         assert layout is not None, "steps on the CPU stay there"
         assert self.lookup is not None, "it is there where the layout is"
-        context = replace(batch.context, token_ids=batch.token_ids)
+        token_ids = shown_tokens(batch)
+        context = replace(batch.context, token_ids=token_ids)
         if 0 < self.block_rows < len(batch):
             context = context.in_blocks(self.block_rows)
         return StepInputs(
-            hidden_states=self.shown(self.lookup(batch.token_ids, context), context)[None],
+            hidden_states=self.shown(self.lookup(token_ids, context), context)[None],
             positions=layout.entry.move(batched_positions(batch.positions)),
             keep=layout.last.move(batch.keep),
             context=context.replicated(device.torch_device for device in layout.devices),
@@ -144,7 +144,7 @@ class ForwardPass:
 
     def _logits(self, *, positions: Tensor, keep: Tensor, context: ForwardContext, **tokens: Tensor) -> Tensor:
         kept = nullcontext() if self.last_hidden is None else self.last_hidden.open()
-        with self._math, kept, _adding_pictures(self.model, context):
+        with self._math, kept, adding_pictures(self.model, context):
             output = self.model(
                 **tokens, position_ids=positions, use_cache=False, logits_to_keep=keep, forward_context=context
             )
@@ -152,38 +152,14 @@ class ForwardPass:
         return logits
 
 
+def shown_tokens(batch: ForwardBatch) -> Tensor:
+    """Return the tokens of a step, int64 [T], where rows of pictures have the one that they are added to."""
+    pictures = batch.context.pictures
+    if pictures is None or pictures.added_to is None:
+        return batch.token_ids
+    return batch.token_ids.index_fill(0, pictures.rows, pictures.added_to)
+
+
 def batched_positions(positions: Tensor) -> Tensor:
     """Return positions [T] or [3, T] as models take them: [1, T] or [3, 1, T]."""
     return positions[None] if positions.dim() == 1 else positions[:, None]
-
-
-def _is_later_stage(model: nn.Module) -> bool:
-    """Whether the layers of `model` get their hidden states from another stage of a pipeline."""
-    return _first_layer(layer_list(model)) > 0
-
-
-def _first_layer(layers: nn.ModuleList | None) -> int:
-    first: int = getattr(layers, "first", 0)
-    return first
-
-
-def _adding_pictures(model: nn.Module, context: ForwardContext) -> AbstractContextManager[None]:
-    """Let the layers of `model` give their hidden states with what the step's pictures add behind them, while the block
-    runs. Layers that are joined do so themselves."""
-    pictures, layers = context.pictures, layer_list(model)
-    if pictures is None or not pictures.by_layer or layers is None:
-        return nullcontext()
-    alone = [
-        (index, layer)
-        for index, layer in enumerate(layers._modules.values(), _first_layer(layers))
-        if layer is not None and not isinstance(layer, NativeStack | LayerStack | Done)
-    ]
-
-    def run(key: int, forward: Callable[..., object], /, *args: object, **kwargs: object) -> object:
-        output = forward(*args, **kwargs)
-        if isinstance(output, torch.Tensor):
-            return pictures.add_behind(key, output)
-        assert isinstance(output, tuple), "layers give hidden states, or something behind them"
-        return pictures.add_behind(key, output[0]), *output[1:]
-
-    return intercepted(alone, run)

@@ -21,6 +21,7 @@ from ktransformers.kernels.cpu import MoeKernel
 from ktransformers.kernels.triton.common.compiling import is_warmup
 from ktransformers.kernels.triton.experts.router import Chosen
 from ktransformers.kernels.types import ExpertWeights
+from ktransformers.models.composite import VISION_EXPERTS
 from ktransformers.operators.base import (
     Operator,
     OperatorConfig,
@@ -146,7 +147,7 @@ class KTransformersExperts(Operator):
         self._group = None if config.partial_sums is None else config.partial_sums.of_block(key)
         divided = None if config.partial_sums is None else config.partial_sums.of_experts(key)
         self._is_beside_driver = divided is not None and divided.rank > 0
-        self.hot_experts = None if hot_experts is None else str(hot_experts)
+        self.hot_experts = "off" if VISION_EXPERTS in key else None if hot_experts is None else str(hot_experts)
         self.products = CpuProducts.of(key, config, **options)
         self.layout = read_layout(module, key)
         self.num_experts = self.layout.num_experts
@@ -167,7 +168,7 @@ class KTransformersExperts(Operator):
         self.gate_up_proj = empty_parameter((self.num_experts, 0, 0))
         function = ExpertFunction(self.activation, expert_activation(module, self.layout), self.post_expert_norm)
         found = _LAYER.search(key)
-        number = -1 if found is None else int(found.group(1))
+        number = -1 if found is None or VISION_EXPERTS in key else int(found.group(1))  # the layer's others have it
         self._experts = LayerExperts(key, number, self.layout, function, self.products, config, self.placement)
         self.paths: list[_AnyPath] = [path(self._experts) for path in PATHS if path.is_for(self._experts)]
         self.path_names = self._named()

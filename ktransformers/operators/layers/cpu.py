@@ -274,7 +274,7 @@ class FusedLayer(nn.Module):
 
     @override
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not self.is_native:
+        if not self.is_native or _sees_ahead(kwargs["forward_context"]):
             return self._forward(hidden_states, *args, **kwargs)
         with torch._C.DisableTorchFunction():  # see kernels/untraced.py
             return self._forward(hidden_states, *args, **kwargs)
@@ -291,12 +291,12 @@ class FusedLayer(nn.Module):
 
     def _attend(self, rows: torch.Tensor, shape: torch.Size, args: Any, kwargs: dict[str, Any]) -> None:
         layer: Any = self.inner
-        if self.attention is None:
+        context: ForwardContext = kwargs["forward_context"]
+        if self.attention is None or _sees_ahead(context):
             normed = layer.input_layernorm(rows.view(shape))
             mixed = layer.get_submodule(self.mixer)(*args, hidden_states=normed, **kwargs)
             rows += (mixed[0] if isinstance(mixed, tuple) else mixed).reshape(rows.shape)
             return
-        context: ForwardContext = kwargs["forward_context"]
         if isinstance(self.attention, RecurrentLayer):
             states = context.cache.states
             assert states is not None, "a cache without states"
@@ -312,9 +312,13 @@ class FusedLayer(nn.Module):
         """Return the attention's rows and angles of a step, shared by layers that are given the same angles."""
         if isinstance(self.attention, LatentLayer):
             return _latent_step(self.inner.get_submodule(self.mixer), context, kwargs.get("position_embeddings"))
-        assert context.pictures is None or context.pictures.ends is None, "native layers see no picture as a whole"
         cos, sin = kwargs["position_embeddings"]
         return context.derived("attention step", cos, lambda cos: _attention_step(context, cos, sin))
+
+
+def _sees_ahead(context: ForwardContext) -> bool:
+    """Whether rows see what is behind them, which native attention does not compute."""
+    return context.pictures is not None and context.pictures.ends is not None
 
 
 def _attention_step(context: ForwardContext, cos: torch.Tensor, sin: torch.Tensor) -> AttentionStep:

@@ -151,12 +151,14 @@ class LayerStack(nn.Module):
         calls = _Call.all_of(len(total), args, kwargs)
         context = kwargs.get("forward_context")
         pictures = context.pictures if isinstance(context, ForwardContext) else None
+        if pictures is not None and not self.first:
+            total = pictures.add_behind(-1, total)
         for layer, parts in enumerate(self._parts, self.first):
             for part in parts:
                 self.device.time_part(part.name, layer)
                 normed, total = _add_norm(added, total, part.norm)
                 added = _mix(part, normed, calls) if part.is_mixer else _feed_forward(part, normed, calls)
-            if pictures is not None and layer < len(pictures.by_layer):
+            if pictures is not None and layer in pictures.by_layer:
                 _, total = _add_norm(added, total, parts[-1].norm)
                 added, total = None, pictures.add_behind(layer, total)
         if added is not None:  # in the bits that the sum has where a norm follows, wherever a stack ends

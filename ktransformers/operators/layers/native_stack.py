@@ -65,7 +65,11 @@ class NativeStack(nn.Module):
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         context: ForwardContext = kwargs["forward_context"]
         pictures = context.pictures
-        if hidden_states.shape[-2] > MOST_ROWS or (pictures is not None and pictures.by_layer):
+        if hidden_states.shape[-2] > MOST_ROWS or (
+            pictures is not None and (pictures.by_layer or pictures.ends is not None)
+        ):
+            if pictures is not None and not self.first:
+                hidden_states = pictures.add_behind(-1, hidden_states)
             for index, layer in enumerate(self.layers, self.first):
                 hidden_states = layer(hidden_states, *args, **kwargs)
                 if pictures is not None:

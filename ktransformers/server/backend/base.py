@@ -18,7 +18,7 @@ from ktransformers.core import EmbeddingForm, PastToken, Progress, SamplingParam
 from ktransformers.engine.model.card import ModelCard
 from ktransformers.engine.sampling.constraints import check_rules
 from ktransformers.errors import DeadlineError, KTransformersError, UnsupportedError
-from ktransformers.media.records import MediaItem
+from ktransformers.media.records import MediaItem, Sight
 from ktransformers.scheduler.limits import Limits
 from ktransformers.server.backend.pictures import NO_TOWER, PictureSupport, ServedPictures
 from ktransformers.server.backend.profiler import Profiler
@@ -40,7 +40,8 @@ class ModelInfo:
     ngram, draft or mtp. card: sizes and names for people. digest:
     32 bytes that models of another kind or settings of their arithmetic do not have, nor most other weights; empty
     where nobody asks. weights: their files, for exact_fingerprint. no_pictures: why the model reads text only; None: it
-    reads pictures, too, and `pictures` is who reads them once it is loaded. max_picture_len: see Limits.
+    reads pictures, too, and `pictures` is who reads them once it is loaded. max_picture_len,
+    picture_sight, num_extra_ids: see Limits.
     """
 
     tokenizer: Tokenizer
@@ -57,7 +58,9 @@ class ModelInfo:
     weights: tuple[FileState, ...] = ()
     max_drafts: int = 0
     drafter: str = "ngram"
-    max_picture_len: int | None = None
+    max_picture_len: int = 0
+    picture_sight: Sight = Sight.NOTHING
+    num_extra_ids: int = 0
     pictures: ServedPictures | None = field(default=None, compare=False, repr=False)
     no_pictures: str | None = NO_TOWER
 
@@ -80,6 +83,8 @@ class ModelInfo:
             has_head=self.card.has_head,
             is_models_limit=self.is_models_limit,
             max_picture_len=self.max_picture_len,
+            picture_sight=self.picture_sight,
+            num_extra_ids=self.num_extra_ids,
             set_by="the server's --cache_lens",
             remedy="start the server with a larger --cache_lens",
         )

@@ -9,6 +9,7 @@ import msgspec
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import SNAPSHOT_ALIGN
+from ktransformers.media.records import Sight
 from ktransformers.profiling.messages import ProfileMeta
 from ktransformers.scheduler.commands import ProfileOff, ProfileOn, RequestCommand
 from ktransformers.scheduler.config import TierConfig
@@ -75,7 +76,8 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     drafter: str = "ngram"
     long_chunk_size: int = 0
     long_prompt: int = 0
-    keeps_pictures_whole: bool = False
+    picture_sight: Sight = Sight.NOTHING
+    num_extra_ids: int = 0
     parent_pid: int
     commands: str
     news: str
@@ -113,9 +115,9 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about the loaded model that the other processes have to know.
 
     num_experts: of a layer, at most. expert_bytes: of one routed expert per layer on the CPU, added up. gpu_bytes: see
-    ModelCard. profiled: what profiles say of the model. num_states, snapshot_interval, tiers,
-    num_stages, max_drafts, drafter, long_chunk_size, long_prompt, keeps_pictures_whole: see SchedulerConfig. digest,
-    weights: see ModelInfo. has_tower: whether the engine computes pictures.
+    ModelCard. profiled: what profiles say of the model. num_states, snapshot_interval, tiers, num_stages, max_drafts,
+    drafter, long_chunk_size, long_prompt, picture_sight, num_extra_ids: see SchedulerConfig. digest, weights: see
+    ModelInfo. has_tower: whether the engine computes pictures.
     """
 
     num_pages: int
@@ -136,7 +138,8 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     drafter: str = "ngram"
     long_chunk_size: int = 0
     long_prompt: int = 0
-    keeps_pictures_whole: bool = False
+    picture_sight: Sight = Sight.NOTHING
+    num_extra_ids: int = 0
     has_tower: bool = False
     profiled: ProfileMeta | None = None
     digest: bytes = b""

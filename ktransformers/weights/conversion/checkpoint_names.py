@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
-from ktransformers.models.composite import num_heads_of
+from ktransformers.models.composite import VISION_EXPERTS, num_heads_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,7 +34,7 @@ _BY_MODALITY = ("ErnieFuseAndSplitTextVisionExperts",)
 _PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 
 
-_LANGUAGE = re.compile(r"(?:model\.)?language_model\.(?:(lm_head\.|backbone\.)|(?:model\.)?)")
+_LANGUAGE = re.compile(r"(?:model\.)?(?:language|text)_model\.(?:(lm_head\.|backbone\.)|(?:model\.)?)")
 _TEXT = re.compile(r"(?:model\.(?:layers|embed_tokens|norm)|lm_head)\.")
 
 
@@ -66,23 +66,32 @@ class CheckpointNames:
     """Names of one model's parameters, whose files hold the tensors `stored`.
 
     composite_type: of the model for images and text whose language model this is; None for a model of text alone.
+    parameters: of the model, some of which may be of experts for pictures; else those are of others.
 
     plain: parameter name -> stored name. experts: (module, "gate" | "up" | "down") -> expert number -> stored name,
     for checkpoints with one matrix per expert. converted: parameter name -> how it is made, for everything else.
     others: stored names of a composite's other models.
     """
 
-    def __init__(self, model_type: str, stored: Iterable[str], composite_type: str | None = None):
+    def __init__(
+        self,
+        model_type: str,
+        stored: Iterable[str],
+        composite_type: str | None = None,
+        parameters: Iterable[str] = (),
+    ):
         if composite_type is None:
             tables = [_Table.of_type(model_type, model_type_to_module_name(model_type))]
         else:
             tables = [_Table.of_type(composite_type), _Table.of_type(model_type)]
+        self._has_vision_experts = any(f".{VISION_EXPERTS}." in name for name in parameters)
         self._read(tables, stored, composite_type is not None)
 
     @classmethod
     def of_model(cls, model: PreTrainedModel, stored: Iterable[str]) -> CheckpointNames:
         """Return the names of all parameters of `model` by its own tables and those of the models inside of it."""
         names = cls.__new__(cls)
+        names._has_vision_experts = False
         names._read([_Table(get_model_conversion_mapping(model))], stored, is_composite=False, config=model.config)
         return names
 
@@ -114,17 +123,23 @@ class CheckpointNames:
         for target, (converter, sources) in merged.items():
             self._add_converted(target, converter, sources)
         if any(_operations(converter) == _BY_MODALITY for converter in converters):
-            self._leave_what_is_for_images()
+            self._split_by_modality()
 
-    def _leave_what_is_for_images(self) -> None:
+    def _split_by_modality(self) -> None:
         """Of a layer's experts, numbered through, those for text come first; those for images are as many."""
         for (key, part), matrices in list(self.experts.items()):
-            count = -(-len(matrices) // 2)
-            self.others.update(name for index, name in matrices.items() if index >= count)
+            count, block = -(-len(matrices) // 2), key.removesuffix("experts")
+            images = {index - count: name for index, name in matrices.items() if index >= count}
             text = {index: name for index, name in matrices.items() if index < count}
-            self.experts[f"{key.removesuffix('experts')}text_moe.experts", part] = text
+            self.experts[f"{block}text_moe.experts", part] = text
+            if self._has_vision_experts:
+                self.experts[f"{block}{VISION_EXPERTS}.experts", part] = images
+            else:
+                self.others.update(images.values())
             del self.experts[key, part]
-        for name in [name for name in self.converted if ".vision_moe." in name]:
+        if self._has_vision_experts:
+            return
+        for name in [name for name in self.converted if f".{VISION_EXPERTS}." in name]:
             origin = self.converted.pop(name)
             if origin.count == 1:
                 self.others.update(origin.sources)

@@ -91,7 +91,7 @@ class SafetensorsSource:
         self._tensors = {name: tensor for name, tensor in self._stored.items() if name not in parts}
         self._tensors |= {name: low.header for name, low in self._low.items()}
         self._facts = facts
-        self._names = names or CheckpointNames(facts.model_type, self._tensors, facts.composite_type)
+        self._names = names or CheckpointNames(facts.model_type, self._tensors, facts.composite_type, self._shapes)
         self._others = frozenset(part for name in self._names.others for part in self._parts(name))
         self._merged = MergedTensors.of(model, facts)
         self._block = scale_block(facts.quantization)

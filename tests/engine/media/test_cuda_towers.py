@@ -53,7 +53,9 @@ def test_streamed_and_whole_are_the_same(name: str, tmp_path: Path, pool: Worker
     whole, kept_whole = computed(tmp_path, pool, is_streamed=False)
     streamed, kept_streamed = computed(tmp_path, pool, is_streamed=True)
     assert torch.equal(whole.hidden, streamed.hidden)
-    assert all(torch.equal(one, other) for one, other in zip(whole.by_layer, streamed.by_layer, strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(whole.by_layer.values(), streamed.by_layer.values(), strict=True)
+    )
     assert kept_streamed < kept_whole
     want = heard(model, [IMAGE_TOKEN] * len(whole.hidden), **tensors)["inputs_embeds"][0]
     assert (whole.hidden - want).abs().max() <= TOLERANCE * want.abs().max()

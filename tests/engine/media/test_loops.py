@@ -15,7 +15,7 @@ from ktransformers.cache.paged import PagedCache
 from ktransformers.core import FinishReason, SamplingParams
 from ktransformers.engine.step.executor import PagedExecutor
 from ktransformers.errors import ConfigError
-from ktransformers.media.records import MediaItem
+from ktransformers.media.records import MediaItem, Sight
 from tests.support.engines.paged_loop import Answer, PagedLoop, scheduler_config
 from tests.support.engines.picture_engines import ComposedPictures, Prompt, picture_composite, picture_engine
 
@@ -38,8 +38,9 @@ class Paged:
         return made
 
     def loop(self, num_pages: int = 0, **changes: object) -> PagedLoop:
-        whole = self.pictures.family.keeps_whole
-        values: dict[str, object] = {"chunk_size": 32 if whole else 7, "keeps_pictures_whole": whole, **changes}
+        sight = self.pictures.family.sight
+        chunk_size = {Sight.NOTHING: 7, Sight.PICTURE: 32}.get(sight, 64)
+        values: dict[str, object] = {"chunk_size": chunk_size, "picture_sight": sight, **changes}
         if num_pages:
             values["num_pages"] = num_pages
         if self.engine.cache.num_states:
@@ -75,7 +76,9 @@ def mixed(pictures: ComposedPictures) -> list[tuple[Prompt, SamplingParams]]:
     return [(prompt, params) for params in (GREEDY, DRAWN) for prompt in prompts]
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl", "gemma3", "qwen3_5_moe"])  # axes and deepstack; whole; states
+@pytest.fixture(
+    scope="module", params=["qwen3_vl", "gemma3", "qwen3_5_moe", "ernie4_5_vl_moe", "paligemma of gemma2", "molmo2"]
+)
 def paged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paged]:
     made = Paged(request.param, tmp_path_factory.mktemp(request.param))
     with closing(made.engine):
@@ -97,7 +100,7 @@ def test_mixed_requests(paged: Paged, max_batch_size: int) -> None:
 def test_preemptions_lost_engines_and_suspended_requests(paged: Paged) -> None:
     loop = paged.loop(num_pages=12)
     cases = added(loop, mixed(paged.pictures))
-    loop.disturb(random.Random(4))
+    loop.disturb(random.Random(7))
     paged.check(loop, cases)
     stats = loop.scheduler.stats()
     assert stats.num_engine_losses > 0
@@ -119,7 +122,13 @@ def test_the_second_turn_computes_no_picture_again(paged: Paged) -> None:
     paged.check(loop, {again: (second, GREEDY)})
     last = loop.answers[again].last
     assert last is not None
-    if not paged.engine.cache.num_states:  # which go on from snapshots, here none inside of prompts
+    if pictures.family.sight is Sight.PROMPT:  # whose every position depends on all others
+        assert last.cached_len == 0
+        third = loop.add(second.ids, GREEDY, media=second.media)
+        loop.drain()
+        paged.check(loop, {third: (second, GREEDY)})
+        assert loop.answers[third].last.cached_len >= 24  # type: ignore[union-attr]
+    elif not paged.engine.cache.num_states:  # which go on from snapshots, here none inside of prompts
         assert last.cached_len >= 24
         assert shown.digest not in pictures.asked[:-1]  # but for the oracle
 
@@ -214,13 +223,18 @@ def test_a_picture_that_fits_no_step_is_refused_where_it_has_to(paged: Paged) ->
     shown = paged.pictures.picture("large", 6, 6)
     prompt = paged.pictures.prompt([5], shown, [6])
     loop = paged.loop(chunk_size=32)
-    if not paged.pictures.family.keeps_whole:
+    if paged.pictures.family.sight is Sight.NOTHING:
         case = (prompt, GREEDY)
         cases = added(loop, [case])
         loop.drain()
         paged.check(loop, cases)
         return
-    with pytest.raises(ConfigError, match=r"a picture takes 36 positions, .* steps have 32: send a smaller one"):
+    says = {
+        Sight.PICTURE: "a picture takes 36 positions, .* 32: send a",
+        Sight.PICTURES: "all that is between them, 36 positions, .* 32: send fewer",
+        Sight.PROMPT: "its pictures, 38 positions, .* 32: shorten",
+    }
+    with pytest.raises(ConfigError, match=says[paged.pictures.family.sight]):
         loop.add(prompt.ids, GREEDY, media=prompt.media)
 
 

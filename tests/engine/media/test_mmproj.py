@@ -76,7 +76,7 @@ def check_features(tower: OpenedTower, model: PreTrainedModel, name: str, folder
             want = heard(model, [IMAGE_TOKEN] * len(got.hidden), **tensors)
         assert torch.equal(got.hidden, want["inputs_embeds"][0])
         layers = want.get("deepstack_visual_embeds") or []
-        assert all(torch.equal(one, other) for one, other in zip(got.by_layer, layers, strict=True))
+        assert all(torch.equal(one, other) for one, other in zip(got.by_layer.values(), layers, strict=True))
 
 
 @pytest.mark.every(3)

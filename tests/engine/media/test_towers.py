@@ -38,8 +38,8 @@ from tests.support.pictures.towers import (
 TOLERANCE = 1e-5  # of the largest element: both sides sum the same fp32 products, in another order
 SIZES = ((2, 3), (4, 2))
 FIRST, SECOND = bytes(range(32)), bytes(range(1, 33))
-WITH_POSITIONS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5_moe", "glm4v_moe")
-WITH_DEEPSTACK = ("qwen3_vl", "qwen3_vl_moe")
+WITH_POSITIONS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5_moe", "glm4v_moe", "ernie4_5_vl_moe")
+WITH_DEEPSTACK = {"qwen3_vl": [0, 1], "qwen3_vl_moe": [0, 1], "granite4_vision": [-1, 0], "granite_docling": [0, 1]}
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +56,8 @@ def encoder_of(folder: Path, pool: WorkerPool, place: TowerPlace | None = None) 
 
 
 def is_equal(got: PictureFeatures, want: PictureFeatures) -> bool:
-    pairs = zip((got.hidden, *got.by_layer), (want.hidden, *want.by_layer), strict=True)
-    return all(torch.equal(one, other) for one, other in pairs)
+    pairs = zip((got.hidden, *got.by_layer.values()), (want.hidden, *want.by_layer.values()), strict=True)
+    return all(torch.equal(one, other) for one, other in pairs) and [*got.by_layer] == [*want.by_layer]
 
 
 @pytest.mark.every(3)
@@ -74,11 +74,16 @@ def test_features_are_what_the_language_model_gets(name: str, tmp_path: Path, po
         plain = heard(model, ids, **tensors)
         with NativeMathMode(pool):
             same = heard(model, ids, **tensors)
-        assert torch.equal(got.hidden, same["inputs_embeds"][0, 1:-1])
-        assert (got.hidden - plain["inputs_embeds"][0, 1:-1]).abs().max() <= TOLERANCE * got.hidden.abs().max()
-        layers = same.get("deepstack_visual_embeds") or []
-        assert len(got.by_layer) == len(layers) == (2 if name in WITH_DEEPSTACK else 0)
-        assert all(torch.equal(one, other) for one, other in zip(got.by_layer, layers, strict=True))
+        shown = got.hidden
+        if encoder.family.added_to is not None:
+            shown = shown + model.get_input_embeddings().weight[IMAGE_TOKEN].detach()
+        assert (encoder.family.added_to == IMAGE_TOKEN) == (name == "molmo2")
+        assert torch.equal(shown, same["inputs_embeds"][0, 1:-1])
+        assert (shown - plain["inputs_embeds"][0, 1:-1]).abs().max() <= TOLERANCE * got.hidden.abs().max()
+        layers = dict(enumerate(same.get("deepstack_visual_embeds") or []))
+        layers |= {layer - 1: one for layer, one in (same.get("deepstack_features") or {}).items()}
+        assert [*got.by_layer] == [*layers] == WITH_DEEPSTACK.get(name, [])
+        assert all(torch.equal(one, layers[layer]) for layer, one in got.by_layer.items())
         assert encoder.features(digest) is got
 
 

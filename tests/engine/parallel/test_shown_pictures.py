@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ktransformers.media.records import Sight
 from tests.support.engines.cut_models import HARDWARE
 from tests.support.engines.fake_gpus import fake_hardware
 from tests.support.engines.picture_engines import ComposedPictures, Prompt, picture_composite, picture_engine
@@ -21,7 +22,7 @@ def shown(pictures: ComposedPictures) -> Prompt:
     return pictures.prompt([5, 9, 17], pictures.picture("a", 2, 3), [60, 61], pictures.picture("b", 2, 2), [70, 71])
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])  # deepstack in both stages; whole pictures
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "granite4_vision", "ernie4_5_vl_moe"])
 def test_stages_compute_what_one_process_does(name: str, tmp_path: Path) -> None:
     model = picture_composite(name)
     found = []
@@ -29,12 +30,12 @@ def test_stages_compute_what_one_process_does(name: str, tmp_path: Path) -> None
         engine, pictures = picture_engine(model, tmp_path / str(num_stages), pipeline=num_stages, self_check=False)
         with closing(engine):
             prompt = shown(pictures)
-            cuts = [len(prompt.ids)] if pictures.family.keeps_whole else [5, 5, 7]
+            cuts = [len(prompt.ids)] if pictures.family.sight is not Sight.NOTHING else [5, 5, 7]
             found.append(logits_of(engine, prompt, ANSWER, cuts))
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl_moe"])
+@pytest.mark.parametrize("name", ["qwen3_vl_moe", "ernie4_5_vl_moe"])
 def test_parts_of_all_layers(name: str, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     engine, pictures = picture_engine(

@@ -56,7 +56,7 @@ def test_a_step_is_the_same_behind_the_pipe(rows: int, seqs: int, pages: int, ke
 def test_pictures_come_along(is_whole: bool, num_rows: int) -> None:
     cache: Any = object()
     rows = torch.arange(num_rows)
-    hidden, more = torch.randn(num_rows, 8), (torch.randn(num_rows, 8), torch.randn(num_rows, 8))
+    hidden, more = torch.randn(num_rows, 8), {-1: torch.randn(num_rows, 8), 7: torch.randn(num_rows, 8)}
     sight = {"ends": numbers(9), "starts": numbers(9), "ends_in_windows": True} if is_whole else {}
     shown = PictureRows(rows, hidden, more, pool_starts=numbers(3, 9, dtype=torch.int64), **sight)
     context = ForwardContext(
@@ -72,6 +72,7 @@ def test_pictures_come_along(is_whole: bool, num_rows: int) -> None:
     for one in fields(PictureRows):
         want, found = getattr(shown, one.name), getattr(got.pictures, one.name)
         if one.name == "by_layer":
-            assert all(map(torch.equal, found, want))
+            assert [*found] == [*want]
+            assert all(torch.equal(found[layer], part) for layer, part in want.items())
         else:
             assert torch.equal(found, want) if isinstance(want, torch.Tensor) else found == want, one.name

@@ -15,7 +15,7 @@ import ollama
 import openai
 import pytest
 
-from ktransformers.media.records import is_media_id, media_ids
+from ktransformers.media.records import Sight, is_media_id, media_ids
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import GenerationRequest
 from ktransformers.server.config import ServerConfig
@@ -417,6 +417,7 @@ def test_a_picture_that_no_step_computes_names_its_field(
 ) -> None:
     """Of a family whose pictures are computed whole."""
     monkeypatch.setattr(PictureBackend, "max_picture_len", 9)
+    monkeypatch.setattr(PictureBackend, "picture_sight", Sight.PICTURE)
     parts = {"messages": [image()], "input": [{"type": "input_image", "image_url": URL}]}[param]
     answer, backend = served(post(path, {param: [user(*parts)]}))
     assert answer.status_code == 400

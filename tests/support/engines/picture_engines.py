@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,17 @@ from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import Engine, Hardware, build_engine
-from ktransformers.engine.media.family import PictureFamily
+from ktransformers.engine.media.family import PictureFamily, token_added_to
 from ktransformers.engine.media.features import PictureFeatures
 from ktransformers.engine.parallel.ranks.driver import Driver
 from ktransformers.errors import EngineError
-from ktransformers.media.records import MediaItem, is_media_id, media_ids
+from ktransformers.media.records import MediaItem, Sight, is_media_id, media_ids
 from tests.support.models.composites import tiny_composite
 from tests.support.models.pooled_models import pooled_values
 
 IMAGE_TOKEN = 3
+AROUND = (4, 60)
+"""Tokens around pictures that are routed as they are, where a family has experts for pictures."""
 
 
 @dataclass
@@ -48,19 +50,30 @@ class Prompt:
 
 @dataclass
 class ComposedPictures:
-    """A PictureEncoder over a composite of transformers. broken: digests of pictures that cannot be had."""
+    """A PictureEncoder over a composite of transformers. layers: behind which features are added. broken: digests of
+    pictures that cannot be had."""
 
     model: Any
     family: PictureFamily
-    depth: int = 0
+    layers: tuple[int, ...] = ()
     pictures: dict[bytes, Picture] = field(default_factory=dict)
     broken: set[bytes] = field(default_factory=set)
     asked: list[bytes] = field(default_factory=list)
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ComposedPictures:
-        depth = 2 if "deepstack" in inspect.getsource(type(model.model)) else 0
-        return cls(model, PictureFamily.of(model.config), depth)
+        layers: tuple[int, ...] = ()
+        if (named := getattr(model.config, "deepstack_layer_map", None)) is not None:
+            layers = tuple(layer - 1 for layer in (*(layer for _, layer in named), *model.config.spatial_target_layers))
+        elif "deepstack" in inspect.getsource(type(model.model)):
+            layers = (0, 1)
+        family = replace(PictureFamily.of(model.config), added_to=token_added_to(model.model))
+        return cls(model, family, layers)
+
+    @property
+    def adds_all(self) -> bool:
+        """Whether nothing of a picture stands in the place of embeddings."""
+        return hasattr(self.model.config, "deepstack_layer_map")
 
     @property
     def merge(self) -> int:
@@ -71,9 +84,10 @@ class ComposedPictures:
         hidden = self.model.config.get_text_config().hidden_size
         digest = blake2b(f"{name} {height} {width}".encode(), digest_size=32).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
-        made = [torch.randn(height * width, hidden, generator=generator) for _ in range(1 + self.depth)]
+        made = [torch.randn(height * width, hidden, generator=generator) for _ in range(1 + len(self.layers))]
         grid = 1, height * self.merge, width * self.merge
-        found = Picture(grid, PictureFeatures(made[0], tuple(made[1:])), digest)
+        shown = torch.zeros_like(made[0]) if self.adds_all else made[0]
+        found = Picture(grid, PictureFeatures(shown, dict(zip(self.layers, made[1:], strict=True))), digest)
         self.pictures[digest] = found
         return found
 
@@ -111,15 +125,24 @@ class ComposedPictures:
 
         ids = [*prompt.plain_ids, *answer]
         shown = [self.pictures[item.digest] for item in prompt.media]
-        types = torch.tensor([[*map(int, map(is_media_id, prompt.ids)), *[0] * len(answer)]])
+        types = torch.zeros(1, len(ids), dtype=torch.int64)
+        for item in prompt.media:
+            types[0, item.start : item.end] = 1
         hidden: Any = tuple(one.features.hidden for one in shown)
-        if self.wants_one:
+        if self.wants_one and shown:
             hidden = torch.cat(hidden)[None]
-        by_layer = [tuple(one.features.by_layer[i] for one in shown) for i in range(self.depth)]
+        by_layer: list[Any] = [tuple(one.features.by_layer[layer] for one in shown) for layer in self.layers]
+        if self.adds_all:
+            by_layer = [(layer + 1, parts) for layer, parts in zip(self.layers, by_layer, strict=True)]
         output = BaseModelOutputWithDeepstackFeatures(pooler_output=hidden, deepstack_features=by_layer)
+        output.router_logits = None  # of Granite Docling
         known = inspect.signature(self.model.forward).parameters
         inner = inspect.signature(self.model.model.forward).parameters
         given: dict[str, Any] = {"mm_token_type_ids": types, "token_type_ids": types}
+        if self.family.sight is Sight.PROMPT:  # where 1 is what follows it
+            given["token_type_ids"] = torch.tensor([[0 if shown else 1] * len(prompt.ids) + [1] * len(answer)])
+        around = [one in AROUND for one in prompt.ids] + [False] * len(answer)
+        given["moe_mm_token_type_ids"] = types | torch.tensor([around])
         given["image_grid_thw"] = torch.tensor([one.grid for one in shown])
         given = {name: value for name, value in given.items() if name in known or name in inner}
         with torch.no_grad():
@@ -141,6 +164,8 @@ def picture_composite(name: str, seed: int = 1, **text_values: object) -> PreTra
         text_values = {**pooled_values("qwen4_exp_text"), **text_values}
     model = tiny_composite(name, seed=seed, **text_values)
     model.config.image_token_id = IMAGE_TOKEN
+    if name == "ernie4_5_vl_moe":
+        model.config.image_start_token_id, model.config.image_end_token_id = AROUND
     return model
 
 
@@ -153,7 +178,7 @@ def picture_engine(
 ) -> tuple[Engine, ComposedPictures]:
     """An engine of the composite's text model, which shows pictures. worker_hardware: where other processes run."""
     model.save_pretrained(folder)
-    values = {"cache_lens": 256, "cpu_infer": 1, **settings}
+    values = {"cache_lens": 256, "cpu_infer": 1, "picture_folder": folder, "tower_device": "none", **settings}
     config = EngineConfig(model_path=folder, **values)  # type: ignore[arg-type]
     ranks = None if worker_hardware is None else Driver(config, None, worker_hardware)
     engine = build_engine(config, hardware=hardware, page_size=8, max_batch_size=4, ranks=ranks)

@@ -96,6 +96,21 @@ COMPOSITES: Mapping[str, tuple[str, dict[str, object]]] = {
             "rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]},
         },
     ),
+    "granite4_vision": (
+        "granite4_vision_text",
+        {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 4.0},
+    ),
+    "granite_docling": (
+        "granite_docling_text",
+        {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 4.0},
+    ),
+    "idefics3": ("llama", {}),
+    "molmo2": ("molmo2_text", {"head_dim": 16}),
+    "paligemma": ("gemma", {}),
+    "paligemma of gemma2": (
+        "gemma2",
+        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},
+    ),
     "exaone4_5": ("exaone4", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}),
     "step3p7": (
         "step3p5",
@@ -186,14 +201,91 @@ COMPOSITES: Mapping[str, tuple[str, dict[str, object]]] = {
 }
 """Model types, the types of their text configs, and values of those."""
 
+WHOLE: Mapping[str, dict[str, object]] = {
+    "paligemma": {
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+            "vision_use_head": False,
+        },
+        "projection_dim": 64,
+        "hidden_size": 64,
+    },
+    "molmo2": {
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "image_size": [56, 56],
+            "patch_size": 14,
+        },
+        "adapter_config": {
+            "vision_feature_layer": [2, 1],
+            "hidden_size": 32,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "intermediate_size": 48,
+            "text_hidden_size": 64,
+        },
+    },
+    "granite_docling": {
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "image_size": 56,
+            "patch_size": 14,
+            "scale_factor": 2,
+            "out_hidden_size": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+    },
+    "granite4_vision": {
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            "hidden_size": 64,  # which its projectors follow
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "image_size": 56,
+            "patch_size": 14,
+            "vision_use_head": False,
+        },
+        "qformer_config": {
+            "model_type": "blip_2_qformer",
+            "num_hidden_layers": 1,
+            "intermediate_size": 48,
+            "cross_attention_frequency": 1,
+            "use_qformer_text_input": False,
+        },
+        "vision_feature_select_strategy": "full",
+        "downsample_rate": "1/2",
+        "deepstack_layer_map": [[-1, 0]],
+        "spatial_target_layers": [1],
+        "image_grid_pinpoints": [[56, 56], [112, 168], [224, 112]],
+    },
+}
+"""By model type: values of the composite's own config, which are small enough as they are."""
+
 
 def tiny_composite(name: str, seed: int = 0, **text_values: object) -> PreTrainedModel:
     """A composite of COMPOSITES with two layers of text and one of images, in fp32 and eval mode."""
     text_type, values = COMPOSITES[name]
     text = tiny_config(text_type, **{**values, **text_values}).to_dict()
-    config = CONFIG_MAPPING[name.split()[0]](text_config=text)
+    model_type = name.split()[0]
+    config = CONFIG_MAPPING[model_type](text_config=text, **WHOLE.get(model_type, {}))
     for part in (config.vision_config, config):
-        if part is not None:
+        if part is not None and model_type not in WHOLE:
             _shrink(part)
     config.tie_word_embeddings = False
     config._attn_implementation = "eager"

@@ -69,6 +69,12 @@ MISTRAL = """\
 {%- endfor -%}"""
 """As Mistral's: lists are for the user alone."""
 
+PREFIX = """\
+{%- for part in messages[0].content -%}{%- if part.type == 'image' -%}{{- 'PICTURE' -}}{%- endif -%}{%- endfor -%}
+{%- for part in messages[0].content -%}{%- if part.type == 'text' -%}{{- part.text -}}{%- endif -%}{%- endfor -%}
+{{- '\n' -}}"""
+"""As PaliGemma's prompts are: pictures, a question, a line's end."""
+
 STRINGS = """\
 {%- for message in messages -%}
 {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}
@@ -192,6 +198,45 @@ FAMILIES: dict[str, PictureFamily] = {
         config_field="image_token_index",
         template=LLAVA,
         writes="<image>",
+    ),
+    "granite4_vision": PictureFamily(
+        processor="Granite4VisionProcessor",
+        image={
+            "image_processor_type": "LlavaNextImageProcessor", **_LLAVA_IMAGE,
+            "image_grid_pinpoints": [[56, 56], [112, 168], [224, 112]],
+        },
+        settings={"patch_size": 14, "vision_feature_select_strategy": "full", "downsample_rate": "1/2"},
+        tokens=("<|im_start|>", "<|im_end|>", "<image>"),
+        config_token="<image>",
+        config_field="image_token_index",
+        template=CHATML,
+        writes="<image>",
+    ),
+    "paligemma": PictureFamily(
+        processor="PaliGemmaProcessor",
+        image={"image_processor_type": "SiglipImageProcessor", "size": {"height": 28, "width": 28},
+               "image_seq_length": 4, **_HALF},
+        tokens=("<bos>", "<eos>", "<image>"),
+        named={"image_token": "<image>"},
+        config_token="<image>",
+        config_field="image_token_index",
+        template=PREFIX,
+        writes="<image>",
+    ),
+    "ernie4_5_vl_moe": PictureFamily(
+        processor="Ernie4_5_VLMoeProcessor",
+        image={
+            "image_processor_type": "Ernie4_5_VLMoeImageProcessor", "patch_size": 14, "merge_size": 2,
+            "size": {"shortest_edge": 4 * 28 * 28, "longest_edge": 64 * 28 * 28}, **_HALF,
+        },
+        tokens=("<|im_start|>", "<|im_end|>", "<|IMAGE_START|>", "<|IMAGE_END|>", "<|IMAGE_PLACEHOLDER|>",
+                "<|VIDEO_START|>", "<|VIDEO_END|>", "<|VIDEO_PLACEHOLDER|>"),
+        named={"image_token": "<|IMAGE_PLACEHOLDER|>", "image_start_token": "<|IMAGE_START|>",
+               "image_end_token": "<|IMAGE_END|>", "video_token": "<|VIDEO_PLACEHOLDER|>",
+               "video_start_token": "<|VIDEO_START|>", "video_end_token": "<|VIDEO_END|>"},
+        config_token="<|IMAGE_PLACEHOLDER|>",
+        template=CHATML,
+        writes="Picture 1:<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
     ),
     "internvl": PictureFamily(
         processor="InternVLProcessor",

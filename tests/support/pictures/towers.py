@@ -15,7 +15,7 @@ from ktransformers.engine.media.family import PictureFamily
 from ktransformers.engine.media.towers import TowerPlace, load_tower
 from ktransformers.engine.model.tower import OpenedTower
 from ktransformers.kernels.cpu import WorkerPool
-from tests.support.models.composites import COMPOSITES
+from tests.support.models.composites import COMPOSITES, WHOLE
 from tests.support.models.tiny_models import fill_randomly, tiny_config
 
 IMAGE_TOKEN = 150
@@ -69,9 +69,12 @@ _OWN: Mapping[str, dict[str, Any]] = {
 
 _GRIDS = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v"),
-    *("exaone4_5", "kimi_k25", "minimax_m3_vl", "glm5_next"),
+    *("exaone4_5", "kimi_k25", "minimax_m3_vl", "glm5_next", "ernie4_5_vl_moe"),
 )
-TOWERS = (*_GRIDS, "gemma3", "gemma4", "mistral3", "llama4", "internvl", "llava", "cohere2_vision", "lfm2_vl")
+TOWERS = (
+    *(*_GRIDS, "gemma3", "gemma4", "mistral3", "llama4", "internvl", "llava", "cohere2_vision", "lfm2_vl"),
+    *WHOLE,
+)
 """Families whose towers are compared."""
 
 
@@ -89,13 +92,13 @@ def tiny_with_tower(
         values = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}}
     text = tiny_config(text_type, **{**values, **(text_values or {})}).to_dict()
     text["vocab_size"] = vocab_size or text["vocab_size"]
-    vision = {"model_type": "gemma4_vision"} if name == "gemma4" else None
-    config = CONFIG_MAPPING[name](text_config=text, **({} if vision is None else {"vision_config": vision}))
-    for part, own in ((config.vision_config, _OWN.get(name, {})), (config, {})):
+    whole = {"vision_config": {"model_type": "gemma4_vision"}} if name == "gemma4" else WHOLE.get(name, {})
+    config = CONFIG_MAPPING[name](text_config=text, **whole)
+    for part, own in () if name in WHOLE else ((config.vision_config, _OWN.get(name, {})), (config, {})):
         for key, value in {**_SIZES, **own}.items():
             if key in part.__dict__ and part is not config.text_config:
                 setattr(part, key, value)
-    for key in ("image_token_id", "image_token_index"):
+    for key in ("image_token_id", "image_token_index", "image_patch_id"):
         if key in config.__dict__:
             setattr(config, key, image_token)
     for key in ("video_token_id", "video_token_index"):
@@ -120,7 +123,7 @@ def picture(name: str, model: PreTrainedModel, height: int, width: int, seed: in
     if name == "kimi_k25":
         return {"pixel_values": random(rows * cols, 3, patch, patch), **grid}
     if name in _GRIDS:
-        return {"pixel_values": random(rows * cols, 3 * vision.temporal_patch_size * patch**2), **grid}
+        return {"pixel_values": random(rows * cols, 3 * getattr(vision, "temporal_patch_size", 1) * patch**2), **grid}
     if name == "mistral3":
         size = (rows * patch, cols * patch)
         return {"pixel_values": random(1, 3, *size), "image_sizes": torch.tensor([size])}
@@ -133,6 +136,26 @@ def picture(name: str, model: PreTrainedModel, height: int, width: int, seed: in
         side = vision.pooling_kernel_size
         where = torch.cartesian_prod(torch.arange(side * height), torch.arange(side * width)).flip(-1)
         return {"pixel_values": random(1, len(where), 3 * patch**2).sigmoid(), "image_position_ids": where[None]}
+    if name == "molmo2":  # of 2 x 2 patches for a position, of one crop of 4 x 4
+        where = (
+            torch.arange(16).view(2, 2, 2, 2).transpose(1, 2).reshape(4, 4).repeat(height * width, 1)[: height * width]
+        )
+        pixels = random(1, 16, 3 * patch**2)
+        return {
+            "pixel_values": pixels,
+            "image_token_pooling": where,
+            "image_grids": torch.tensor([[height, width, 0, 0]]),
+        }
+    if name == "granite_docling":
+        pixels = random(1, height * width, 3, vision.image_size, vision.image_size)
+        return {"pixel_values": pixels, "pixel_attention_mask": torch.ones(1, height * width, dtype=torch.bool)}
+    if name == "granite4_vision":
+        size = (height * vision.image_size, width * vision.image_size)
+        tiles = 1 + height * width
+        return {
+            "pixel_values": random(1, tiles, 3, vision.image_size, vision.image_size),
+            "image_sizes": torch.tensor([size]),
+        }
     tiles = height * width if name in ("llama4", "internvl", "cohere2_vision") else 1
     size = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
     return {"pixel_values": random(tiles, 3, size, size)}

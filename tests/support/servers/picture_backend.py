@@ -11,7 +11,7 @@ from typing import Any
 from ktransformers.errors import ConfigError
 from ktransformers.media.picture import ReadPicture
 from ktransformers.media.reader import key_of
-from ktransformers.media.records import media_ids
+from ktransformers.media.records import Sight, media_ids
 from ktransformers.server.backend.base import ModelInfo
 from ktransformers.tokenizer import Tokenizer
 from tests.support.engines.fake_runner import byte_tokenizer
@@ -101,7 +101,8 @@ class PictureBackend(ScriptedBackend):
     """A ScriptedBackend that says "ok" to everything, with eyes unless `pictures` is None."""
 
     can_go_on = True
-    max_picture_len: int | None = None
+    max_picture_len: int = 0
+    picture_sight = Sight.NOTHING
 
     def __init__(self, *scripts: Script, pictures: FakePictures | None = None):
         super().__init__(*(scripts or [Script(["ok"])] * 20))
@@ -115,5 +116,10 @@ class PictureBackend(ScriptedBackend):
 
     @property
     def model(self) -> ModelInfo:
-        found = replace(super().model, tokenizer=TOKENIZER, max_picture_len=self.max_picture_len)
+        found = replace(
+            super().model,
+            tokenizer=TOKENIZER,
+            max_picture_len=self.max_picture_len,
+            picture_sight=self.picture_sight,
+        )
         return found if self.pictures is None else replace(found, pictures=self.pictures, no_pictures=None)

@@ -146,7 +146,7 @@ class Driver(Ranks):
         start = Start(
             rank,
             worker.name,
-            replace(self._strategy.config_of_others(resolved.config), picture_folder=None),  # the tower is here alone
+            replace(self._strategy.config_of_others(resolved.config), tower_device="none", mmproj=None),  # it is here
             resolved.page_size,
             resolved.max_batch_size,
             resolved.num_states,

@@ -68,18 +68,22 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
 
 class Shown(msgspec.Struct, frozen=True, array_like=True):
     """What a step shows of pictures, see PictureRows. rows: int64 [N], hidden and by_layer: fp32 [N, width] each, ends
-    and starts: int32 [T], pool_starts: int64 [3, T], positions: int64 [3, T]; empty where there are none."""
+    and starts: int32 [T], pool_starts: int64 [3, T], positions: int64 [3, T], routed: int64 [M], gaps: int64 [2, G];
+    empty where there are none."""
 
     width: int
     rows: bytes
     hidden: bytes
-    by_layer: list[bytes]
+    by_layer: dict[int, bytes]
     ends: bytes
     starts: bytes
     pool_starts: bytes
     positions: bytes
     ends_in_full: bool
     ends_in_windows: bool
+    routed: bytes
+    added_to: int | None
+    gaps: bytes
 
     @classmethod
     def of(cls, pictures: PictureRows, positions: torch.Tensor) -> Shown:
@@ -88,13 +92,16 @@ class Shown(msgspec.Struct, frozen=True, array_like=True):
             pictures.hidden.shape[-1],
             _bytes(pictures.rows),
             _bytes(pictures.hidden.float()),
-            [_bytes(part.float()) for part in pictures.by_layer],
+            {layer: _bytes(part.float()) for layer, part in pictures.by_layer.items()},
             _bytes(pictures.ends),
             _bytes(pictures.starts),
             _bytes(pictures.pool_starts),
             _bytes(positions if positions.dim() == 2 else None),
             pictures.ends_in_full,
             pictures.ends_in_windows,
+            _bytes(pictures.routed),
+            pictures.added_to,
+            _bytes(pictures.gaps),
         )
 
     def pictures(self) -> PictureRows:
@@ -102,12 +109,15 @@ class Shown(msgspec.Struct, frozen=True, array_like=True):
         return PictureRows(
             _numbers(self.rows, np.int64),
             _numbers(self.hidden, np.float32).view(-1, self.width),
-            tuple(_numbers(part, np.float32).view(-1, self.width) for part in self.by_layer),
+            {layer: _numbers(part, np.float32).view(-1, self.width) for layer, part in self.by_layer.items()},
             _numbers(self.ends, np.int32) if self.ends else None,
             _numbers(self.starts, np.int32) if self.starts else None,
             self.axes(self.pool_starts),
             self.ends_in_full,
             self.ends_in_windows,
+            _numbers(self.routed, np.int64) if self.routed else None,
+            self.added_to,
+            _numbers(self.gaps, np.int64).view(2, -1) if self.gaps else None,
         )
 
     @staticmethod

@@ -393,5 +393,7 @@ def _model_info(described: ModelDescription, facts: EngineFacts) -> ModelInfo:
         weights=facts.weights,
         max_drafts=facts.max_drafts,
         drafter=facts.drafter,
-        max_picture_len=facts.chunk_size if facts.keeps_pictures_whole else None,
+        max_picture_len=facts.chunk_size,
+        picture_sight=facts.picture_sight,
+        num_extra_ids=facts.num_extra_ids,
     )

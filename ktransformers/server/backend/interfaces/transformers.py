@@ -87,6 +87,8 @@ class LoadedLoop:
             drafter=loop.config.drafter,
             no_pictures="the transformers backend runs the text model alone, balance_serve reads them",
             max_picture_len=limits.max_picture_len,
+            picture_sight=limits.picture_sight,
+            num_extra_ids=limits.num_extra_ids,
         )
         return cls(model, loop, profiled)
 
