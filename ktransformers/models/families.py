@@ -337,8 +337,7 @@ FAMILIES: Mapping[str, Support | Refusal | Since] = {
 """By model_type of a model's config. One line is one family."""
 
 _HYPER_LATENT = (
-    "latent attention between hyper-connections, whose streams end in their mean; its own Python code "
-    "(modeling_xing4_0.py) computes it"
+    "latent attention between hyper-connections, whose streams end in their mean; its own Python code computes it"
 )
 
 NOT_IN_TRANSFORMERS: Mapping[str, str] = {
