@@ -167,8 +167,9 @@ class DraftPlanner:
             if seq.run is None or seq.run.num_pending or not seq.completion_len:
                 return none
         looks = self._looks(decodes, awake)
-        counts, costly = self._chosen(decodes, looks)
-        self._look(decodes, awake)
+        firsts = [one.drafter.chances(1) if one else [] for one in looks]
+        counts, costly = self._chosen(decodes, looks, firsts)
+        self._look(decodes, awake, firsts)
         if not any(counts):
             return none
         return [
@@ -176,9 +177,11 @@ class DraftPlanner:
             for one, count, is_costly in zip(looks, counts, costly, strict=True)
         ]
 
-    def _chosen(self, decodes: Seq[Sequence], looks: Seq[_Look | None]) -> tuple[Seq[int], Seq[bool]]:
-        """How many draft tokens each sequence gets, and whether the engine has to find them."""
-        firsts = [one.drafter.chances(1) if one else [] for one in looks]
+    def _chosen(
+        self, decodes: Seq[Sequence], looks: Seq[_Look | None], firsts: Seq[list[float]]
+    ) -> tuple[Seq[int], Seq[bool]]:
+        """How many draft tokens each sequence gets, and whether the engine has to find them. firsts: the chance of the
+        first one, where there is one."""
         most = sum(one.most for one, first in zip(looks, firsts, strict=True) if one and first)
         if not most or not self._knows_alone(len(decodes)):
             return (), ()
@@ -215,16 +218,19 @@ class DraftPlanner:
         """Whether it is known what a step without draft tokens takes now."""
         return self._costs.knows(num_rows) and not self._costs.is_stale(num_rows)
 
-    def _look(self, decodes: Seq[Sequence], awake: Set[Sequence]) -> None:
-        """Count that these were looked at, and say when they are again."""
+    def _look(self, decodes: Seq[Sequence], awake: Set[Sequence], found: Seq[Seq[float]]) -> None:
+        """Count that these were looked at, and say when they are again. found: what was found for each decode: where
+        there is something rests become no longer, though it did not pay."""
         num_rows, seconds = self._alone
         looks = seconds / num_rows / _LOOK_SECONDS  # as long as a token of an answer takes
         shortest = min(round(1.0 / (_MOST_TIME * looks)), _SHORTEST_REST) if looks else 0
         self._looks_per_token = _SAVED * looks
-        for seq in awake:
+        for seq, one in zip(decodes, found, strict=True):
+            if seq not in awake:
+                continue
             seq.num_looks -= 1
             if seq.num_looks <= 0:
-                seq.rest = min(max(2 * seq.rest, shortest), _LONGER * shortest)
+                seq.rest = shortest if one else min(max(2 * seq.rest, shortest), _LONGER * shortest)
                 seq.wakes_at = self._num_steps + seq.rest
         self._wakes_at = min(0 if seq.num_looks > 0 else seq.wakes_at for seq in decodes)
         self._num_resting = len(decodes)
@@ -255,7 +261,7 @@ class DraftPlanner:
         found = [one.drafter.later(one.most) if one else (1.0, list[float]()) for one in looks]
         firsts, chances = [first for first, _ in found], [later for _, later in found]
         counts, gain = self._counts(chances, self._costly(looks, chances))
-        self._look(decodes, awake)
+        self._look(decodes, awake, chances)
         is_awaited = self._is_due and any(self._most_of(seq) for seq in decodes)
         if any(counts):
             first = min(chance for chance, count in zip(firsts, counts, strict=True) if count)
