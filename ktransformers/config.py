@@ -276,8 +276,9 @@ class EngineConfig:
     speculative: where draft tokens come from, which steps run behind the known one and which are accepted where they
         are what is sampled anyway: "ngram", what followed the last tokens where they stood before; "draft", from
         draft_model, a smaller model with the same tokens, a GGUF or a folder; "mtp", from the model's own layers for
-        multi-token prediction; "auto", draft_model if there is one, else as "ngram", but on GPUs only where steps with
-        draft tokens have CUDA graphs; "off". Answers are the same.
+        multi-token prediction, in its files, or in a GGUF that draft_model names or that is beside it; "auto",
+        draft_model if there is one, else as "ngram", but on GPUs only where steps with draft tokens have CUDA graphs;
+        "off". Answers are the same.
     speculative_tokens: draft tokens of a sequence in a step at most; as many as pay are taken.
     picture_folder: where the store of pictures is (media/store.py), set by whoever owns it; None: no pictures come.
     tower_device: where the model's tower computes on them: "cpu", "cuda", "auto", a GPU where one has room, or "none":

@@ -51,6 +51,7 @@ enum class QType : int32_t {
   IQ3_KT = 154,
   IQ4_KT = 155,
   IQ3_KS = 156,
+  IQ2_KL = 157,
   IQ1_KT = 158,
   F8_E4M3 = 1000
 };
@@ -120,6 +121,7 @@ constexpr FormatInfo kFormats[] = {
     {QType::IQ6_K, "IQ6_K", 256, 212, ActForm::Q256, Kernels::Packed, 256, kHalves, 3392, {0}},
     {QType::IQ2_KS, "IQ2_KS", 256, 70, ActForm::Q256, Kernels::Packed, kWholeRow, kFloats, 1152, {}, 2},
     {QType::IQ3_KS, "IQ3_KS", 256, 102, ActForm::Q256, Kernels::Packed, kWholeRow, kFloats, 1664, {}, 2},
+    {QType::IQ2_KL, "IQ2_KL", 256, 86, ActForm::Q256, Kernels::Packed, kWholeRow, kFloats, 1664, {}, 2},
     {QType::IQ4_KS, "IQ4_KS", 256, 136, ActForm::Q256, Kernels::Packed, kWholeRow, kFloats, 2176, {}, 4},
     {QType::IQ4_KSS, "IQ4_KSS", 256, 128, ActForm::Q256, Kernels::Packed, kWholeRow, kFloats, 2176, {}, 4},
     {QType::IQ5_KS, "IQ5_KS", 256, 168, ActForm::Q256, Kernels::Packed, kWholeRow, kFloats, 2688, {}, 4},

@@ -22,12 +22,13 @@ MAX_HEADER = 256 << 20
 
 
 def fetch_headers(repository: Repository, variant: Variant, folder: Path) -> Path:
-    """Make the variant's files in `folder`, weights by their header alone, and return what to plan: file or folder.
+    """Make the variant's files in `folder`, weights by their header alone, and return what to plan: file or folder. Of
+    a GGUF nothing beside it is made.
 
     Raises HubError, and FormatError for what is no weight file.
     """
     with hub_errors(repository.name):
-        for path in variant.side:
+        for path in () if variant.is_gguf else variant.side:  # a GGUF's are large, and no plan without them needs them
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             file = repository.files[path]
             (folder / path).write_bytes(_read(file, 0, file.size))

@@ -9,11 +9,12 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePosixPath
 
 from ktransformers.errors import ConfigError
 from ktransformers.hub.names import ModelName
-from ktransformers.system.file_kinds import is_projector, projector_rank
+from ktransformers.system.file_kinds import MTP_PREFIX, drafter_rank, is_drafter, is_projector, projector_rank
 
 __all__ = ["SAFETENSORS", "Variant", "find_variants", "is_companion", "select"]
 
@@ -64,9 +65,10 @@ class Variant:
 
 
 def is_companion(path: str) -> bool:
-    """Whether a GGUF file is no language model: a projector for pictures, or statistics for quantizing."""
-    name = PurePosixPath(path).name.lower()
-    return name.endswith(".gguf") and (is_projector(name) or "imatrix" in name)
+    """Whether a GGUF file is no language model: a projector for pictures, what drafts for a model, or statistics for
+    quantizing."""
+    name = PurePosixPath(path).name
+    return name.lower().endswith(".gguf") and (is_projector(name) or is_drafter(name) or "imatrix" in name.lower())
 
 
 def find_variants(paths: Iterable[str], *, with_code: bool = False) -> list[Variant]:
@@ -86,19 +88,28 @@ def find_variants(paths: Iterable[str], *, with_code: bool = False) -> list[Vari
         files = groups[folder, stem, count]
         if labels.count(label) > 1:  # several models in one repository
             label = f"{folder}/{stem}".lstrip("/")
-        side = _projector(paths, folder)
+        side = (
+            *_beside(paths, folder, is_projector, projector_rank),
+            *_beside(paths, folder, _is_mtp, partial(drafter_rank, model=files[0])),
+        )
         variants.append(Variant(label, tuple(files), side, missing=_missing_shards(files, folder, stem, count)))
     safetensors = _safetensors(paths, with_code)
     return variants if safetensors is None else [*variants, safetensors]
 
 
-def _projector(paths: Sequence[str], folder: str) -> tuple[str, ...]:
-    """The projector for pictures that a GGUF in `folder` finds, there or above; () where there is none."""
+def _is_mtp(name: str) -> bool:
+    return name.startswith(MTP_PREFIX)
+
+
+def _beside(
+    paths: Sequence[str], folder: str, is_wanted: Callable[[str], bool], rank: Callable[[str], tuple[int, str]]
+) -> tuple[str, ...]:
+    """What a GGUF in `folder` finds there or above, of several what comes first; () where there is none."""
     for where in (folder, folder.rpartition("/")[0]):
         beside = (path for path in paths if path.lower().endswith(".gguf") and path.rpartition("/")[0] == where)
-        found = [path for path in beside if is_projector(path.rpartition("/")[2])]
+        found = [path for path in beside if is_wanted(path.rpartition("/")[2])]
         if found:
-            return (min(found, key=lambda path: projector_rank(path.rpartition("/")[2])),)
+            return (min(found, key=lambda path: rank(path.rpartition("/")[2])),)
     return ()
 
 

@@ -1,9 +1,10 @@
 """Decodes blocks of ik_llama.cpp's types to numbers: 256 weights d s (the value of a code + n b) each.
 
-s is a whole number and b a bit, of 16 weights each, of 32 in the _KS and _KSS types; d is an fp16 number in front of a
-block, or of a row (there fp32 but for IQ2_KS and IQ3_KS). Layouts are those of ik_llama.cpp's ggml-common.h and
-iqk_quantize.cpp; csrc/kernels/packed/iqk.inl has them in words. Of IQ6_K the values are those of its products; its
-decoder in C computes a polynomial that is within one of them. Knows nothing of files, the extension or devices.
+s is a whole number and b a bit, of 16 weights each, of 32 in the _KS, _KSS and _KL types; d is an fp16 number in front
+of a block, or of a row (there fp32 but for IQ2_KS, IQ3_KS and IQ2_KL). A code of IQ2_KL stands for two weights, whose b
+is 0. Layouts are those of ik_llama.cpp's ggml-common.h and iqk_quantize.cpp; csrc/kernels/packed/iqk.inl has them in
+words. Of IQ6_K the values are those of its products; its decoder in C computes a polynomial that is within one of them.
+Knows nothing of files, the extension or devices.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ IQK_VALUES: Mapping[QuantType, IqkValues] = {
     QuantType.IQ6_K: IqkValues(_IQ6, 1, 16),
     QuantType.IQ2_KS: IqkValues(_IQ2, 5, 8),
     QuantType.IQ3_KS: IqkValues(_IQ3, 4, 8),
+    QuantType.IQ2_KL: IqkValues(_IQ3, 4, 8),
     QuantType.IQ4_KS: IqkValues(_IQ4, 4, 8, is_odd=True),
     QuantType.IQ4_KSS: IqkValues(_IQ4, 4, 8, is_odd=True),
     QuantType.IQ5_KS: IqkValues(_IQ5, 2, 8, is_odd=True),
@@ -154,6 +156,23 @@ def _iq3_ks(block: _U8Array) -> _Fields:
     return _Fields(scales, _flags(block[:, 1:2]), _three_bits(block[:, 6:70], block[:, 70:]))
 
 
+_PAIRS = np.array(
+    [
+        *(0o02, 0o05, 0o10, 0o13, 0o15, 0o17, 0o21, 0o22, 0o24, 0o25, 0o26, 0o30, 0o34, 0o35, 0o37, 0o42),
+        *(0o43, 0o44, 0o45, 0o46, 0o51, 0o52, 0o53, 0o54, 0o55, 0o60, 0o62, 0o64, 0o66, 0o67, 0o72, 0o75),
+    ],
+    dtype=np.uint8,
+)
+"""Of IQ2_KL, the codes of IQ3_KS that a pair's code stands for, an octal digit each."""
+
+
+def _iq2_kl(block: _U8Array) -> _Fields:
+    scales = _signed(_in_runs(block[:, 2:6], 4, 4) | _in_runs(block[:, :2], 1, 2) << np.uint8(4), 32)
+    pairs = _PAIRS[_in_runs(block[:, 6:70], 16, 4) | _in_runs(block[:, 70:], 16, 1) << np.uint8(4)]
+    codes = np.stack([pairs >> np.uint8(3), pairs & np.uint8(7)], axis=2).reshape(len(block), -1)
+    return _Fields(scales, np.zeros((len(block), 8), dtype=np.uint8), codes)
+
+
 def _of_bytes(data: _U8Array, codes: _U8Array) -> _Fields:
     return _Fields(_signed(data & np.uint8(254), 127), data & np.uint8(1), codes)
 
@@ -182,6 +201,7 @@ _FIELDS: Mapping[QuantType, Callable[[_U8Array], _Fields]] = {
     QuantType.IQ6_K: _iq6_k,
     QuantType.IQ2_KS: _iq2_ks,
     QuantType.IQ3_KS: _iq3_ks,
+    QuantType.IQ2_KL: _iq2_kl,
     QuantType.IQ4_KS: _iq4_ks,
     QuantType.IQ4_KSS: _iq4_kss,
     QuantType.IQ5_KS: _iq5_ks,

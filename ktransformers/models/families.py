@@ -88,7 +88,10 @@ DRAFTS = Refusal(
     r"no keys and values of their own",
 )
 TWICE = Refusal("a layer attends more than once", r"calls attention 2 times|expert parameters .* do not fit")
-DISTANCES = Refusal("attention adds what it has learned of distances to its scores", r"has learned of distances")
+DISTANCES = Refusal(
+    "attention adds what it has learned of distances to its scores, and no kernel here takes such numbers",
+    r"has learned of distances",
+)
 OWN_MASK = Refusal("layers make a mask of their own", r"passes attention_mask|_MaskStandIn")
 OWN_POSITIONS = Refusal(
     "the decoder of an encoder-decoder, which counts positions by transformers' cache",
@@ -331,14 +334,22 @@ FAMILIES: Mapping[str, Support | Refusal | Since] = {
 }
 """By model_type of a model's config. One line is one family."""
 
-_HYPER_LATENT = "latent attention between hyper-connections, which its own Python code computes"
+_HYPER_LATENT = (
+    "latent attention between hyper-connections, whose streams end in their mean; its own Python code computes it"
+)
 
 NOT_IN_TRANSFORMERS: Mapping[str, str] = {
     "deepseek_v41": (
-        "an encoder and a decoder over shared compressed streams, embeddings of n-grams (Engram), and "
-        "hyper-connections that lag by a block"
+        "an encoder and a decoder whose layers share compressed streams and the keys of two-level indexers, "
+        "embeddings of n-grams (Engram), hyper-connections that lag by a block, and activations that are rounded to "
+        "FP8 and FP4 on the way; the code that is published with it is no class of transformers, whose pull request "
+        "48721 was closed"
     ),
-    "kimi_k3": "residuals across blocks of layers, experts in a narrower space, and an activation of its own (SiTU)",
+    "kimi_k3": (
+        "residuals across blocks of layers, experts in a narrower space, a gate behind latent attention that rotates "
+        "nothing, and an activation of its own (SiTU); its own Python code computes it, and transformers' pull request "
+        "47670 is open"
+    ),
     "telechat4": _HYPER_LATENT,
     "xing4_0": _HYPER_LATENT,
     "xingchen4": _HYPER_LATENT,

@@ -108,8 +108,8 @@ class Sequence:
     rank: served in ascending order, preempted in descending order. limit_len: the most tokens of prompt and answer
     together. These, the id and prompt_len are asked for in every step and never change.
     drafter: what drafts its next tokens, once that was asked for any; it has seen the tokens up to then. num_looks: how
-    often it is still asked, see drafting/planner.py. num_drafted, num_accepted: draft tokens that were run, and those
-    of them that are the answer's.
+    often it is still asked, and then every `rest` steps, next in the planner's step wakes_at; see drafting/planner.py.
+    num_drafted, num_accepted: draft tokens that were run, and those of them that are the answer's.
     """
 
     request: Request
@@ -121,6 +121,8 @@ class Sequence:
     run: RunningState | None = None
     drafter: Drafter | None = None
     num_looks: float = 1.0
+    rest: int = 0
+    wakes_at: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
     stretches: Seq[tuple[int, int]] = ()  # of the prompt, (first, last + 1), that one step has to compute

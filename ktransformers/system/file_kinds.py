@@ -10,8 +10,11 @@ from pathlib import Path
 from ktransformers.errors import FormatError, reason_of
 
 __all__ = [
+    "MTP_PREFIX",
     "check_is_file",
+    "drafter_rank",
     "incomplete",
+    "is_drafter",
     "is_gguf",
     "is_projector",
     "is_safetensors",
@@ -39,6 +42,10 @@ _ARCHIVES = {
     b"7z\xbc\xaf": "7z",
     b"Rar!": "rar",
 }
+MTP_PREFIX = "mtp-"
+"""What names of files begin with that hold a model's layers for multi-token prediction, or an assistant."""
+_DRAFTERS = (MTP_PREFIX, "dspark-", "dflash-", "eagle3-")
+_BITS = re.compile(r"(?<![A-Za-z0-9])(?:I?Q|BF|FP?|MXFP|NVFP)(\d{1,2})(?![0-9])", re.IGNORECASE)
 _OLD_GGML = (b"lmgg", b"fmgg", b"tjgg", b"algg")
 
 
@@ -187,9 +194,21 @@ def is_projector(name: str) -> bool:
     return "mmproj" in name.lower()
 
 
+def is_drafter(name: str) -> bool:
+    """Whether a GGUF file drafts for the model beside it by its name, as llama.cpp finds it."""
+    return name.startswith(_DRAFTERS)
+
+
 def projector_rank(name: str) -> tuple[int, str]:
     """Return a key by which the file of several projectors of a model comes first that is taken: towers are published
     in 16 bits."""
     words = re.split(r"[-.]", name.upper().replace("_", "-"))
     types = ("BF16", "F16", "F32")
     return next((place for place, one in enumerate(types) if one in words), len(types)), name
+
+
+def drafter_rank(name: str, model: str) -> tuple[int, str]:
+    """Return a key by which the file of several that draft for a model comes first that is taken: the one that is
+    closest to the model's in bits. model: its file's name."""
+    mine, theirs = ([int(bits) for bits in _BITS.findall(one)] or [0] for one in (name, model))
+    return abs(mine[-1] - theirs[-1]), name

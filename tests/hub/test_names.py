@@ -7,7 +7,7 @@ import pytest
 from ktransformers.errors import ConfigError
 from ktransformers.hub.choice import candidates, choose
 from ktransformers.hub.names import ModelName, is_name, parse_name
-from ktransformers.hub.variants import Variant, find_variants, select
+from ktransformers.hub.variants import Variant, find_variants, is_companion, select
 
 
 @pytest.mark.parametrize(
@@ -82,6 +82,18 @@ def test_files_by_quantization() -> None:
     assert variants["BF16"].weights == tuple(FILES[6:8])
     assert not variants["BF16"].missing
     assert variants["UD-Q2_K_XL"].missing == ("UD-Q2_K_XL/model-UD-Q2_K_XL-00002-of-00003.gguf",)
+
+
+def test_what_drafts_goes_with_each() -> None:
+    """Of several the one closest in bits; files of kinds that are not read go with none."""
+    drafters = ["mtp-model-Q8_0.gguf", "mtp-model-Q4_0.gguf", "dspark-model-Q8_0.gguf", "UD-Q2_K_XL/eagle3-model.gguf"]
+    variants = {variant.label: variant for variant in find_variants([*FILES, *drafters])}
+    assert set(variants) == {"Q8_0", "Q4_K_M", "IQ2_XXS", "BF16", "UD-Q2_K_XL"}
+    taken = {label: variant.side for label, variant in variants.items()}
+    eight, four = (("mmproj-model-F16.gguf", name) for name in drafters[:2])
+    assert taken == {"Q8_0": eight, "BF16": eight, "Q4_K_M": four, "IQ2_XXS": four, "UD-Q2_K_XL": four}
+    assert all(is_companion(name) for name in drafters)
+    assert not is_companion("MODEL-MTP-Q8_0.gguf")
 
 
 def test_two_models_in_one_repository_are_told_apart() -> None:

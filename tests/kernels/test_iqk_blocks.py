@@ -30,6 +30,7 @@ DIGESTS = {
     QuantType.IQ5_K: "742a0ff25a153686",
     QuantType.IQ2_KS: "36ca9991509d1149",
     QuantType.IQ3_KS: "1b6a7414a5355c61",
+    QuantType.IQ2_KL: "503196a12d2829d1",
     QuantType.IQ4_KS: "a45d93ae4174a524",
     QuantType.IQ4_KSS: "8390e7508d73ccb8",
     QuantType.IQ5_KS: "1c2b2fa6dabcd1ef",

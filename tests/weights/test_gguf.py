@@ -130,7 +130,7 @@ BROKEN = {
     "overflowing shape": (file_bytes(tensors=[tensor("a", [1 << 33, 1 << 33])], data=DATA), "more than 1 EiB missing"),
     "type": (file_bytes(tensors=[tensor("a", [4], 4)], data=DATA), r"'a' is stored as Q4_2, or .* \(ggml type 4\)"),
     "Q2_0": (file_bytes(tensors=[tensor("a", [64], 42)], data=bytes(18)), r"'a' is stored as Q2_0 \(ggml type 42\)"),
-    "kl": (file_bytes(tensors=[tensor("a", [256], 157)], data=bytes(68)), r"stored as IQ2_KL \(ggml type 157\)"),
+    "Q8_KV": (file_bytes(tensors=[tensor("a", [256], 151)], data=bytes(264)), r"stored as Q8_KV \(ggml type 151\)"),
     "rows side by side": (file_bytes(tensors=[tensor("a", [256], 339)], data=bytes(999)), "stored as a type of ik_l"),
     "rows for ARM": (file_bytes(tensors=[tensor("a", [32], 31)], data=bytes(18)), "'a' is stored as Q4_0 in an order"),
     "half a block": (file_bytes(tensors=[tensor("a", [33], 8)], data=bytes(68)), "Q8_0 blocks hold 32"),

@@ -8,16 +8,19 @@
 //   IQ4_K  144 B / 256: half d; b[16]; 6-bit s + 32 [16] in 4 + 8 B; nibbles qs[128], as in IQ4_XS              n = 4
 //   IQ5_K  176 B / 256: the same, nibbles as in Q4_K, then their fifth bits qh[32] as in Q5_K                   n = 2
 //   IQ6_K  212 B / 256: half d; b[16]; int8 s[16]; nibbles qs[128] as in Q4_K; upper bits qh[64] as in Q6_K     n = 1
-// Of the following d is in front of a row's blocks, once: half of the first two, fp32 of the others.
+// Of the following d is in front of a row's blocks, once: half of the first three, fp32 of the others.
 //   IQ2_KS  70 B / 256: b[8]; fifth bits of s[8]; 4-bit s + 16 [8]; qs[64] as IQ2_K                             n = 5
 //   IQ3_KS 102 B / 256: fifth bits of s[8]; b[8]; 4-bit s + 16 [8], s[4 + i] above s[i]; qs[64]; qh[32]         n = 4
+//   IQ2_KL  86 B / 256: 2-bit uppers of s + 32 [8] in 2 B; their nibbles, s[4 + i] above s[i]; nibbles of codes
+//                       qs[64] as Q4_K's of 32, two values of IQ3_KS each; their fifth bits qh[16]              b = 0
 //   IQ4_KS 136 B / 256: bytes s + 127 + b, s odd; nibbles as IQ4_K                                              n = 4
 //   IQ4_KSS 128 B / 256: 16-bit words, 8 for 32 weights, whose lowest bits are a byte of IQ4_KS, the first one's the
 //                       lowest; without these and xor-ed with half of itself, a word is two bytes of nibbles    n = 4
 //   IQ5_KS 168 B / 256: bytes as IQ4_KS; nibbles and fifth bits as IQ5_K                                        n = 2
 // Tiles: signed.inl. A scale and its b are a byte there: 2 s + b, or, where s is odd, s with b for its lowest bit.
 // IQ2_K and IQ6_K have bytes of scales as in the file, and behind their lines 32 bytes of b, two for a row (padded to
-// 64). IQ4_KSS is packed as IQ4_KS.
+// 64). IQ4_KSS is packed as IQ4_KS, IQ2_KL as IQ3_KS, of whose values
+// its pairs are.
 
 namespace {
 
@@ -285,6 +288,35 @@ struct PackedIQ3KS : PackedTwice<PackedIQ3KS, FormatIQ3KS>, ThreeBitValues<128 +
 };
 template <> constexpr int kGroupRun<PackedIQ3KS> = 4;
 
+// Codes of IQ3_KS that a pair of IQ2_KL stands for.
+constexpr uint8_t kIq2Pairs[32][2] = {{0, 2}, {0, 5}, {1, 0}, {1, 3}, {1, 5}, {1, 7}, {2, 1}, {2, 2},
+                                      {2, 4}, {2, 5}, {2, 6}, {3, 0}, {3, 4}, {3, 5}, {3, 7}, {4, 2},
+                                      {4, 3}, {4, 4}, {4, 5}, {4, 6}, {5, 1}, {5, 2}, {5, 3}, {5, 4},
+                                      {5, 5}, {6, 0}, {6, 2}, {6, 4}, {6, 6}, {6, 7}, {7, 2}, {7, 5}};
+struct FormatIQ2KL {
+  static constexpr int bytes = 86, subs = 8;
+  static constexpr bool has_min = false;
+  static constexpr const int8_t* table = kIq3Values;
+  template <int S> static vb chunk(const uint8_t* p) {
+    uint8_t codes[32];
+    for (int j = 0; j < 16; ++j) {
+      const int pair = (p[6 + S / 2 * 16 + j] >> (S % 2 * 4) & 15) | (p[70 + j] >> S & 1) << 4;
+      std::memcpy(codes + 2 * j, kIq2Pairs[pair], 2);
+    }
+    return loadb(codes);
+  }
+  static IqkSub sub(const uint8_t* p, int s) {
+    const int upper = p[s / 4] >> (s % 4 * 2) & 3;
+    return {((p[2 + s % 4] >> (s / 4 * 4) & 15) | upper << 4) - 32, 0};
+  }
+};
+template <> constexpr int kShiftBy<FormatIQ2KL> = 4;
+template <> constexpr int kRowHead<FormatIQ2KL> = 2;
+struct PackedIQ2KL : PackedTwice<PackedIQ2KL, FormatIQ2KL>, ThreeBitValues<128 + 1024> {
+  static constexpr int64_t bytes = 128 + 1024 + 512;
+};
+template <> constexpr int kGroupRun<PackedIQ2KL> = 4;
+
 inline IqkSub byte_sub(int byte) { return {(byte & 254) - 127, byte & 1}; }
 struct FormatIQ4KS {
   static constexpr int bytes = 136, subs = 8;
@@ -346,6 +378,7 @@ template <> struct Dequantizer<QType::IQ5_K> : IqkDequantizer<FormatIQ5K> {};
 template <> struct Dequantizer<QType::IQ6_K> : IqkDequantizer<FormatIQ6K> {};
 template <> struct Dequantizer<QType::IQ2_KS> : IqkDequantizer<FormatIQ2KS> {};
 template <> struct Dequantizer<QType::IQ3_KS> : IqkDequantizer<FormatIQ3KS> {};
+template <> struct Dequantizer<QType::IQ2_KL> : IqkDequantizer<FormatIQ2KL> {};
 template <> struct Dequantizer<QType::IQ4_KS> : IqkDequantizer<FormatIQ4KS> {};
 template <> struct Dequantizer<QType::IQ4_KSS> : IqkDequantizer<FormatIQ4KSS> {};
 template <> struct Dequantizer<QType::IQ5_KS> : IqkDequantizer<FormatIQ5KS> {};
@@ -356,6 +389,7 @@ template <> struct Kernel<QType::IQ5_K> : KernelSigned<PackedIQ5K> {};
 template <> struct Kernel<QType::IQ6_K> : KernelSigned<PackedIQ6K> {};
 template <> struct Kernel<QType::IQ2_KS> : KernelSigned<PackedIQ2KS> {};
 template <> struct Kernel<QType::IQ3_KS> : KernelSigned<PackedIQ3KS> {};
+template <> struct Kernel<QType::IQ2_KL> : KernelSigned<PackedIQ2KL> {};
 template <> struct Kernel<QType::IQ4_KS> : KernelSigned<PackedIQ4KS> {};
 template <> struct Kernel<QType::IQ4_KSS> : KernelSigned<PackedIQ4KSS> {};
 template <> struct Kernel<QType::IQ5_KS> : KernelSigned<PackedIQ5KS> {};

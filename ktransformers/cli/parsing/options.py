@@ -142,7 +142,8 @@ def _add_speculative_flags(group: argparse._ActionsContainer, config: EngineConf
         type=user_path,
         metavar="MODEL",
         help="a smaller model with the same tokens, from which draft tokens come: a GGUF file, a folder, or the name "
-        "of a model in the hub's cache; or Gemma 4's assistant",
+        "of a model in the hub's cache; or Gemma 4's assistant, or a GGUF with the model's own layers for it, of which "
+        "one beside the model's is found where its name begins with mtp-",
     )
     group.add_argument(
         "--speculative_tokens",

@@ -25,13 +25,14 @@ from ktransformers.engine.model.config_checks import check_layers, check_paramet
 from ktransformers.engine.model.draft_model import check_same_tokens, draft_config, mtp_layer_config
 from ktransformers.engine.model.file_layouts import note_layout
 from ktransformers.engine.model.mtp import build_mtp
+from ktransformers.engine.model.mtp_file import joined_with_layers, settle_drafter
 from ktransformers.engine.model.mtp_names import MtpNames, renamed_gguf, renamed_tensors
 from ktransformers.engine.model.skeleton import build_skeleton, check_kinds, check_model_type, load_hf_config
-from ktransformers.engine.model.tower import OpenedTower, composite_of, open_mmproj, open_tower, projector_path
+from ktransformers.engine.model.tower import OpenedTower
+from ktransformers.engine.model.tower_files import open_projector, open_tower_of, tower_folder, with_projector
 from ktransformers.errors import (
     ConfigError,
     FormatError,
-    TensorMismatchError,
     UnsupportedError,
     WeightError,
     reason_of,
@@ -50,7 +51,6 @@ from ktransformers.system.file_kinds import wrong_start
 from ktransformers.tokenizer import Tokenizer, has_tokenizer_files, load_tokenizer, read_chat_template
 from ktransformers.weights.digests.states import FileState, states_of
 from ktransformers.weights.gguf.file import GGUFModel, open_gguf
-from ktransformers.weights.gguf.mmproj import mmproj_inside
 from ktransformers.weights.gguf.source import GGUFSource
 from ktransformers.weights.loader import WeightFormat, weight_format
 from ktransformers.weights.quantize.transcode import dequantize
@@ -128,9 +128,11 @@ def open_model(config: EngineConfig, target: OpenedModel | None = None) -> Opene
     config = config.resolved()
     prepare_torchvision()
     path, kind = _weights_of(config)
-    gguf = open_gguf(path) if kind == "gguf" else None
+    gguf, layers = open_gguf(path) if kind == "gguf" else None, None
+    if gguf is not None and target is None:
+        config, layers = settle_drafter(config, gguf)
     whole = _hf_config(config, gguf, path)
-    whole, projector = (whole, None) if gguf is None else _with_projector(config, whole, gguf)
+    whole, projector = (whole, None) if gguf is None else with_projector(config, whole, gguf)
     stored = None if gguf is not None else open_safetensors(path)
     if target is not None and is_assistant(whole):
         return _open_assistant(replace(config, self_check=False), whole, gguf or stored, target)
@@ -151,16 +153,16 @@ def open_model(config: EngineConfig, target: OpenedModel | None = None) -> Opene
     tower = None
     if gguf is not None:
         source, files = GGUFSource(gguf, facts), [file.path for file in gguf.files]
-        folder = _tower_folder(config, whole)
+        folder = tower_folder(config, whole)
         if projector is not None:
-            tower = _open_projector(config, whole, projector)
+            tower = open_projector(config, whole, projector)
         elif folder is not None:
             beside = open_safetensors(folder)
-            tower = _open_tower(config, whole, beside, SafetensorsSource(beside, facts, parameters), facts)
+            tower = open_tower_of(config, whole, beside, SafetensorsSource(beside, facts, parameters), facts)
     else:
         assert stored is not None
         source, files = SafetensorsSource(stored, facts, parameters), [file.path for file in stored.files]
-        tower = _open_tower(config, whole, stored, source, facts)
+        tower = open_tower_of(config, whole, stored, source, facts)
     check_parameters(model, source, shapes)
     states, nbytes = _states(config, files), _bytes_by_type(gguf, stored)
     opened = OpenedModel(
@@ -168,74 +170,18 @@ def open_model(config: EngineConfig, target: OpenedModel | None = None) -> Opene
     )
     if config.drafter == "draft":
         return replace(opened, draft=_open_draft(opened))
-    return replace(opened, draft=_open_mtp(opened, stored)) if config.drafter == "mtp" else opened
+    if config.drafter == "mtp":
+        opened = replace(opened, draft=_open_mtp(opened if layers is None else _with_layers(opened, layers), stored))
+    return opened
 
 
-def _with_projector(
-    config: EngineConfig, whole: PretrainedConfig, gguf: GGUFModel
-) -> tuple[PretrainedConfig, GGUFModel | None]:
-    """The config of a GGUF's composite, and its projector file, opened; the language model's own, and None, where there
-    is none, or with a line of the log, where nobody named the file, and it is not read. Raises UnsupportedError or
-    FormatError for one that was."""
-    if config.mmproj is not None and config.tower_device == "none":
-        logger.warning("--mmproj %s is left unread: --tower_device none leaves the tower out", config.mmproj)
-    if not config.wants_tower:
-        return whole, None
-    path = projector_path(config, gguf.files[0].path)
-    try:
-        projector = mmproj_inside(gguf) if path is None else open_gguf(path)
-        if projector is not None:
-            return composite_of(whole, gguf, projector), projector
-    except (UnsupportedError, FormatError) as error:
-        where = path or gguf.files[0].path
-        message = str(error) if str(where) in str(error) else f"{where}: {error}"
-        if config.mmproj is not None:
-            raise type(error)(message) from error
-        logger.warning("no pictures: %s", message)
-        return whole, None
-    if _tower_folder(config, whole) is None:
-        logger.warning("no pictures: no projector file (mmproj-*.gguf) is beside %s", gguf.files[0].path)
-    return whole, None
-
-
-def _open_projector(config: EngineConfig, whole: PretrainedConfig, projector: GGUFModel) -> OpenedTower | None:
-    """The tower of a projector file; None, with a line of the log, where it is a part of the model's own file and makes
-    no tower. Raises TensorMismatchError for a part of a tower in a file of its own."""
-    try:
-        return open_mmproj(whole, projector)
-    except TensorMismatchError as error:
-        if projector.metadata.get("general.architecture") == "clip":
-            raise
-        logger.warning("no pictures: %s", error)
-        return None
-
-
-def _tower_folder(config: EngineConfig, whole: PretrainedConfig) -> Path | None:
-    """The composite's folder that was given beside a GGUF, where pictures come, and the tower may be in its
-    safetensors. None: there is none."""
-    folder = config.model_path
-    if not config.wants_tower or folder is None or text_config_of(whole) is whole or not folder.is_dir():
-        return None
-    return folder if any(folder.glob("*.safetensors")) else None
-
-
-def _open_tower(
-    config: EngineConfig, whole: PretrainedConfig, stored: SafetensorsModel, text: SafetensorsSource, facts: ModelFacts
-) -> OpenedTower | None:
-    """The tower of safetensors where pictures come; None, with a line of the log, where the model has none. Says what
-    is left unread. Raises TensorMismatchError for a part of a tower."""
-    if config.mmproj is not None:
-        raise ConfigError(f"--mmproj {config.mmproj} goes with a GGUF; the tower of safetensors is among them")
-    tower = None
-    if config.wants_tower:
-        try:
-            tower = open_tower(whole, stored, text, facts)
-        except UnsupportedError as error:
-            logger.info("no pictures: %s", error)
-    left = text.others - (frozenset() if tower is None else tower.stored_names())
-    if left:
-        logger.info("%d tensors for %s are left unread", len(left), "images and sound" if tower is None else "sound")
-    return tower
+def _with_layers(opened: OpenedModel, layers: GGUFModel) -> OpenedModel:
+    """A model as if its GGUF held the layers for multi-token prediction of another file. Raises ConfigError."""
+    assert opened.gguf is not None
+    config, joined = opened.config, joined_with_layers(opened.gguf, layers, opened.facts)
+    hf_config = take_text_config(_hf_config(config, joined, joined.files[0].path), joined.tensors.keys())
+    files = tuple(file.path for file in layers.files)
+    return replace(opened, hf_config=hf_config, gguf=joined, files=files, states=_states(config, files))
 
 
 def _open_mtp(target: OpenedModel, stored: SafetensorsModel | None) -> OpenedModel:
@@ -249,10 +195,13 @@ def _open_mtp(target: OpenedModel, stored: SafetensorsModel | None) -> OpenedMod
         found = MtpNames.of_safetensors(stored.tensors, num_layers, config)
     why_not = mtp_family(target.facts.model_type).why_not
     if why_not is not None or not found:
-        why_not = f"one that is not run: {why_not}" if why_not else "none, or one of a kind that is not known here"
+        held = f"one that is not run: {why_not}" if why_not else "none, or one of a kind that is not known here"
+        if any(".markov_head." in name for name in (gguf or stored).tensors):  # type: ignore[union-attr]
+            held = "DSpark's, which draft a block of tokens at once, each corrected by the one before it: not run here"
+        beside = "" if gguf is None or why_not else ", and no mtp-*.gguf is beside them"
         raise UnsupportedError(
             f"--speculative mtp: of layers for multi-token prediction, the files of this model "
-            f"({target.facts.model_type}) hold {why_not}; take --speculative ngram, or --draft_model"
+            f"({target.facts.model_type}) hold {held}{beside}; take --speculative ngram, or --draft_model"
         )
     used, draft = found[: target.config.speculative_tokens], None
     for index, names in reversed(list(enumerate(used))):

@@ -77,6 +77,11 @@ def _common(gguf: Metadata) -> Values:
         )
     layers = gguf.layers
     blocks = {int(match[1]) for name in gguf.shapes if (match := re.match(r"blk\.(\d{1,9})\.", name))}
+    if blocks and 0 not in blocks and any(_DRAFTING.match(name) for name in gguf.shapes):
+        raise UnsupportedError(
+            f"its layers, from {min(blocks)} on, are for multi-token prediction alone: they draft for a GGUF of the "
+            "model that lies beside it, with --speculative mtp"
+        )
     if not 0 < layers <= len(blocks) or not set(range(layers)) <= blocks:
         raise FormatError(f"the metadata say {layers} layers, but the file has tensors of {len(blocks)}")
     drafting = next((name for name in gguf.shapes if (match := _DRAFTING.match(name)) and int(match[1]) < layers), None)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+from operator import mul
+
 __all__ = ["AcceptanceRates"]
 
 _LIFETIME = 256.0
@@ -25,18 +28,20 @@ class AcceptanceRates:
 
     def __init__(self, max_match: int, max_depth: int = 0) -> None:
         self._max_match, self._max_depth = max_match, max_depth
-        depths = range(max_depth + 1)
-        self._rates = [
-            [_MODEL_PRIOR if max_depth else length / (length + 2.0) for _ in depths] for length in range(max_match + 1)
-        ]
-        self._weights = [[_PRIOR_WEIGHT] * (max_depth + 1) for _ in range(max_match + 1)]
+        if max_depth:
+            self._rates = [[_MODEL_PRIOR] * (max_depth + 1) for _ in range(max_match + 1)]
+        else:
+            self._rates = [[length / (length + 2.0) for length in range(max_match + 1)]]
+        self._weights = [[_PRIOR_WEIGHT] * len(rates) for rates in self._rates]
 
     def add(self, match_len: int, was_right: bool, depth: int = 0) -> None:
         """Note what became of a draft token behind a match of this length, at this place of its draft."""
-        match_len, depth = min(match_len, self._max_match), min(depth, self._max_depth)
-        rates, weights = self._rates[match_len], self._weights[match_len]
-        weights[depth] = min(weights[depth] + 1.0, _LIFETIME)
-        rates[depth] += (was_right - rates[depth]) / weights[depth]
+        at = match_len if match_len < self._max_match else self._max_match
+        rates, weights = self._rates[0], self._weights[0]
+        if self._max_depth:
+            rates, weights, at = self._rates[at], self._weights[at], min(depth, self._max_depth)
+        weights[at] = weight = min(weights[at] + 1.0, _LIFETIME)
+        rates[at] += (was_right - rates[at]) / weight
 
     def doubt(self) -> None:
         """Let what is learnt from now on count for more than what was: it has not been tried for long."""
@@ -44,9 +49,9 @@ class AcceptanceRates:
 
     def chances(self, match_len: int, count: int) -> list[float]:
         """Return the chances that the first 1, 2, ... count draft tokens are all right."""
-        chance, found = 1.0, []
-        for i in range(count):
-            grown = match_len if self._max_depth else match_len + i  # a copy's match is longer by each right token
-            chance *= self._rates[min(grown, self._max_match)][min(i, self._max_depth)]
-            found.append(chance)
-        return found
+        at = min(match_len, self._max_match)
+        if self._max_depth:
+            found, last = self._rates[at][:count], self._rates[at][-1]
+        else:  # a copy's match is longer by each right token
+            found, last = self._rates[0][at : at + count], self._rates[0][-1]
+        return list(accumulate(found + [last] * (count - len(found)), mul))

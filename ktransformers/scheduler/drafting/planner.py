@@ -17,14 +17,17 @@ share of each step with draft tokens counts as theirs.
 
 Looking for drafts in the text takes time, too, which counts where steps take less than a few milliseconds. So a
 sequence has a number of looks: each takes one of them, each accepted draft token brings some back. Without any left it
-rests: it is looked at every few steps, with all others, so that this takes the share _MOST_TIME of a step's time. What
-is copied goes on for longer than that. Nor are all steps timed where none has draft tokens.
+rests: it is looked at every few steps, so that this takes the share _MOST_TIME of a step's time, and after rests that
+are twice as long each time where that finds nothing. What is copied goes on for longer than that. Nor are all steps
+timed where none has draft tokens.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
+from collections.abc import Set
+from typing import NamedTuple
 
 from ktransformers.scheduler.batch import PlannedRow, PlannedStep
 from ktransformers.scheduler.config import SchedulerConfig
@@ -58,8 +61,16 @@ _FIRST_LOOKS, _MOST_LOOKS, _SAVED = 8, 32, 0.1
 most; and the share of a token's time that an accepted draft token is taken to save, in which as many looks as it brings
 back may take place."""
 
-_LOOK_SECONDS, _MOST_TIME, _LONGEST_REST = 20e-6, 0.005, 32
-"""What a look takes at the end of a rest, the share of a step's time that it may take, and the most steps of a rest."""
+_LOOK_SECONDS, _MOST_TIME, _SHORTEST_REST, _LONGER = 20e-6, 0.005, 32, 8
+"""What a look takes at the end of a rest, the share of a step's time that it may take, the most steps that the shortest
+rest has for that, and how many times as long rests become, twice each time, where they find nothing."""
+
+
+class _Look(NamedTuple):
+    """What drafts for a sequence, and how many tokens at most."""
+
+    drafter: Drafter
+    most: int
 
 
 class DraftPlanner:
@@ -76,7 +87,8 @@ class DraftPlanner:
         self._num_undrafted = 0  # steps since the engine last drafted, where it does
         self._first_looks, self._looks_per_token = float(_FIRST_LOOKS), 1.0
         self._num_untimed = self._untimed_rows = 0  # steps of so many rows to come that are not timed
-        self._rest, self._all_rest = 0, False  # steps to come in which few sequences are looked at, or none
+        self._num_steps = self._wakes_at = 0  # steps so far, and the one up to which the last sequences all rest
+        self._num_resting = 0
         self._alone = (1, 0.0)  # rows and seconds of the last step without draft tokens that was timed
         self._tries: dict[int, list[float]] = {}  # of steps with draft tokens, by size: what the first ones took
 
@@ -84,8 +96,9 @@ class DraftPlanner:
         """Note what became of a row's draft tokens. is_cut: the answer ended, so that some were not looked at."""
         seq = row.seq
         if num_accepted:
-            self._first_looks, self._all_rest = float(_FIRST_LOOKS), False
+            self._first_looks = float(_FIRST_LOOKS)
             seq.num_looks = min(max(seq.num_looks, 0) + self._looks_per_token * num_accepted, _MOST_LOOKS)
+            self._wakes_at = seq.rest = 0
         if isinstance(seq.drafter, EngineDrafts) and row.drafts[-1] == UNKNOWN:
             seq.drafter.took(len(row.drafts), num_accepted, is_cut=is_cut)
             if num_accepted:
@@ -97,6 +110,7 @@ class DraftPlanner:
     ) -> None:
         """Note what a step took, with all that lies between steps, and what of that the engine took to find draft
         tokens, and to show its drafter what was computed. The step's tokens come later."""
+        self._num_steps += 1
         if self._has_layer:  # another drafter is shown all steps, whether it drafts or not
             self._observe_cost.add(observe_seconds)
             seconds -= observe_seconds
@@ -135,7 +149,7 @@ class DraftPlanner:
         if len(tries) == _TRIES:
             del self._tries[size]
             return min(tries)
-        self._all_rest = False
+        self._wakes_at = 0
         for row in step.rows:
             row.seq.num_looks = max(row.seq.num_looks, 2.0)
         return None
@@ -147,54 +161,79 @@ class DraftPlanner:
         """
         none: list[list[int]] = [[]] * len(decodes)
         awake = self._awake(decodes, prefills)
-        if not awake or any(seq.run is None or seq.run.num_pending or not seq.completion_len for seq in decodes):
+        if not awake:
             return none
-        chances = [self._chances(seq) if seq in awake else [] for seq in decodes]
-        self._look(awake)
-        if not any(chances) or not self._knows_alone(len(decodes)):
+        for seq in decodes:
+            if seq.run is None or seq.run.num_pending or not seq.completion_len:
+                return none
+        looks = self._looks(decodes, awake)
+        firsts = [one.drafter.chances(1) if one else [] for one in looks]
+        counts, costly = self._chosen(decodes, looks, firsts)
+        self._look(decodes, awake, firsts)
+        if not any(counts):
             return none
-        likeliest = max(one[0] if one else 0.0 for one in chances)
-        if likeliest <= self._costs.least_chance(len(decodes), MARGIN) and not self._is_due:
-            return none
-        costly: Seq[bool] = self._costly(decodes, chances)
+        return [
+            [] if not count else [UNKNOWN] * count if is_costly or one is None else one.drafter.draft(count)
+            for one, count, is_costly in zip(looks, counts, costly, strict=True)
+        ]
+
+    def _chosen(
+        self, decodes: Seq[Sequence], looks: Seq[_Look | None], firsts: Seq[list[float]]
+    ) -> tuple[Seq[int], Seq[bool]]:
+        """How many draft tokens each sequence gets, and whether the engine has to find them. firsts: the chance of the
+        first one, where there is one."""
+        most = sum(one.most for one, first in zip(looks, firsts, strict=True) if one and first)
+        if not most or not self._knows_alone(len(decodes)):
+            return (), ()
+        if max(firsts)[0] <= self._costs.least_chance(len(decodes), most, MARGIN) and not self._is_due:
+            return (), ()
+        chances = [one.drafter.chances(one.most) if one else [] for one in looks]
+        costly: Seq[bool] = self._costly(looks, chances)
         counts, _ = self._counts(chances, costly)
         self._is_probing = False
         if self._is_due and not any(counts):
             self._engine_rates.doubt()
             self._num_undrafted, self._is_probing = 0, True  # tried, whether there is room for it or not
             self._probe = min(2 * self._probe, _LONGEST_PROBE)
-            costly = [self._most_of(seq) > 0 for seq in decodes]
+            costly = [one is not None for one in self._looks(decodes, set(decodes))]
             counts = [int(one) for one in costly]
+        return counts, costly
+
+    def _looks(self, seqs: Seq[Sequence], awake: Set[Sequence]) -> list[_Look | None]:
+        """What drafts for each sequence that is awake and may have draft tokens."""
         return [
-            [] if not count else [UNKNOWN] * count if is_costly else self._drafter(seq).draft(count)
-            for seq, count, is_costly in zip(decodes, counts, costly, strict=True)
+            _Look(self._drafter(seq), most) if seq in awake and (most := self._most_of(seq)) else None for seq in seqs
         ]
 
-    def _awake(self, decodes: Seq[Sequence], prefills: Seq[Sequence]) -> set[Sequence]:
+    def _awake(self, decodes: Seq[Sequence], prefills: Seq[Sequence]) -> Set[Sequence]:
         """Those that are looked at. Where nothing pays, most steps end here."""
         if not self.most or prefills:
-            self._all_rest = False  # those of prompts do not
-            return set()
-        if self._rest <= 0:
-            return set(decodes)
-        self._rest -= 1
-        return set() if self._all_rest else {seq for seq in decodes if seq.num_looks > 0}
+            self._wakes_at = 0  # those of prompts do not rest
+            return frozenset()
+        if self._num_steps < self._wakes_at and len(decodes) == self._num_resting:
+            return frozenset()
+        return {seq for seq in decodes if seq.num_looks > 0 or seq.wakes_at <= self._num_steps}
 
     def _knows_alone(self, num_rows: int) -> bool:
         """Whether it is known what a step without draft tokens takes now."""
         return self._costs.knows(num_rows) and not self._costs.is_stale(num_rows)
 
-    def _look(self, awake: set[Sequence]) -> None:
-        """Count that these were looked at, and say when all are again."""
-        self._all_rest = True
-        for seq in awake:
-            seq.num_looks -= 1
-            self._all_rest &= seq.num_looks <= 0
+    def _look(self, decodes: Seq[Sequence], awake: Set[Sequence], found: Seq[Seq[float]]) -> None:
+        """Count that these were looked at, and say when they are again. found: what was found for each decode: where
+        there is something rests become no longer, though it did not pay."""
         num_rows, seconds = self._alone
-        if self._rest <= 0 < seconds:
-            looks = seconds / num_rows / _LOOK_SECONDS  # as long as a token of an answer takes
-            self._rest = min(round(1.0 / (_MOST_TIME * looks)), _LONGEST_REST)
-            self._looks_per_token = max(_SAVED * looks, 1.0)
+        looks = seconds / num_rows / _LOOK_SECONDS  # as long as a token of an answer takes
+        shortest = min(round(1.0 / (_MOST_TIME * looks)), _SHORTEST_REST) if looks else 0
+        self._looks_per_token = _SAVED * looks
+        for seq, one in zip(decodes, found, strict=True):
+            if seq not in awake:
+                continue
+            seq.num_looks -= 1
+            if seq.num_looks <= 0:
+                seq.rest = shortest if one else min(max(2 * seq.rest, shortest), _LONGER * shortest)
+                seq.wakes_at = self._num_steps + seq.rest
+        self._wakes_at = min(0 if seq.num_looks > 0 else seq.wakes_at for seq in decodes)
+        self._num_resting = len(decodes)
 
     @property
     def is_observed(self) -> bool:
@@ -218,14 +257,11 @@ class DraftPlanner:
         awake = self._awake(decodes, prefills)
         if not awake or not self._knows_alone(len(decodes)):
             return False
-        chances, firsts, costs = list[list[float]](), list[float](), self._costs
-        for seq in decodes:
-            most = self._most_of(seq) if seq in awake else 0
-            first, later = self._drafter(seq).later(most) if most else (1.0, [])
-            chances.append(later)
-            firsts.append(first)
-        self._look(awake)
-        counts, gain = self._counts(chances, self._costly(decodes, chances))
+        looks, costs = self._looks(decodes, awake), self._costs
+        found = [one.drafter.later(one.most) if one else (1.0, list[float]()) for one in looks]
+        firsts, chances = [first for first, _ in found], [later for _, later in found]
+        counts, gain = self._counts(chances, self._costly(looks, chances))
+        self._look(decodes, awake, chances)
         is_awaited = self._is_due and any(self._most_of(seq) for seq in decodes)
         if any(counts):
             first = min(chance for chance, count in zip(firsts, counts, strict=True) if count)
@@ -233,7 +269,9 @@ class DraftPlanner:
             lost = len(decodes) * math.log1p(costs.wait / costs.seconds(len(decodes)))
             is_awaited = first * gain > (1.0 - first) * lost
         if is_awaited:
-            self._rest = 0  # they are looked at again then
+            self._wakes_at = 0  # they are looked at again then
+            for seq in awake:
+                seq.wakes_at = 0
         return is_awaited
 
     def _drafter(self, seq: Sequence) -> Drafter:
@@ -256,21 +294,23 @@ class DraftPlanner:
         most = self.most if asked is None else min(asked, self.most)
         return max(min(most, seq.limit_len - seq.known_len - 1), 0)
 
-    def _chances(self, seq: Sequence) -> list[float]:
-        """Of its first 1, 2, ... draft tokens, to be all accepted."""
-        most = self._most_of(seq)
-        return self._drafter(seq).chances(most) if most else []
-
-    def _costly(self, seqs: Seq[Sequence], chances: Seq[Seq[float]]) -> list[bool]:
+    def _costly(self, looks: Seq[_Look | None], chances: Seq[Seq[float]]) -> list[bool]:
         """Of each sequence, whether the engine has to find the draft tokens of these chances."""
-        found = zip(seqs, chances, strict=True)
-        return [bool(one) and not self._drafter(seq).copies(self._most_of(seq)) for seq, one in found]
+        if not self._by_engine:
+            return [False] * len(looks)
+        found = zip(looks, chances, strict=True)
+        return [look is not None and bool(one) and not look.drafter.copies(look.most) for look, one in found]
 
     def _counts(self, chances: list[list[float]], costly: Seq[bool]) -> tuple[list[int], float]:
         """How many draft tokens each sequence gets, and the logarithm of how many times as fast all of them together
-        become by these, 0 without any. chances, costly: see `_chances` and `_costly`, of each."""
+        become by these, 0 without any. chances, costly: see `Drafter.chances` and `_costly`, of each."""
         counts, rows, costs = [0] * len(chances), len(chances), self._costs
-        if not any(chances) or not costs.knows(rows):
+        best, chosen = rows * math.log(MARGIN), 0
+        most = math.fsum(math.log1p(sum(one)) for one in chances if one)  # what all of them would gain
+        if not most or not costs.knows(rows):
+            return counts, 0.0
+        losses = costs.losses(rows)
+        if len(losses) < 2 or most - losses[1] <= best:
             return counts, 0.0
         drafts = list[tuple[float, int, int]]()  # what a token gains, negative; its depth, and whose it is
         for index, one in enumerate(chances):
@@ -279,11 +319,12 @@ class DraftPlanner:
                 drafts.append((-math.log1p(chance / tokens), depth, index))
                 tokens += chance
         drafts.sort()
-        gain, best, chosen, losses = 0.0, rows * math.log(MARGIN), 0, costs.losses(rows)
-        deepest, alone = 0, costs.seconds(rows)
+        gain, deepest, alone = 0.0, 0, costs.seconds(rows)
         per_step, always = self._draft_cost.seconds / alone, self._observe_cost.seconds * self._has_layer / alone
         for num, (less, depth, index) in enumerate(drafts[: min(self._chunk_size - rows, len(losses) - 1)], 1):
             gain, loss = gain - less, losses[num]
+            if most - loss <= best:
+                break  # nor do more of them gain what they lose
             if costly[index]:
                 deepest = max(deepest, depth + 1)
             if deepest:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from ktransformers.media.records import is_media_id
+from ktransformers.media.records import MEDIA_ID_BASE, is_media_id
 from ktransformers.scheduler.drafting.acceptance import AcceptanceRates
 
 __all__ = ["MAX_CANDIDATES", "MAX_MATCH", "MIN_MATCH", "PACE", "PromptLookup", "behind_next"]
@@ -28,7 +28,7 @@ MIN_MATCH = 2
 MAX_MATCH = 16
 """Tokens that are compared: a longer match tells no more."""
 
-MAX_CANDIDATES = 8
+MAX_CANDIDATES = 4
 """Places that are compared, the latest ones."""
 
 PACE = 4096
@@ -82,13 +82,13 @@ class PromptLookup:
 
     def add(self, token_id: int) -> bool | None:
         """Take the sequence's next token, see Drafter.add: whether it was as drafted counts."""
-        was_right = None
+        ids, was_right = self._ids, None
         if self.match_len:
-            was_right = self._ids[self._next] == token_id
+            was_right = ids[self._next] == token_id
             self._rates.add(self.match_len, was_right)
-        self._ids.append(token_id)
+        ids.append(token_id)
         self._link()
-        if was_right and not is_media_id(self._ids[self._next + 1]):
+        if was_right and ids[self._next + 1] < MEDIA_ID_BASE:
             self._next += 1
             self.match_len = min(self.match_len + 1, MAX_MATCH)
         else:
@@ -137,8 +137,15 @@ class PromptLookup:
     def _link(self) -> None:
         """Put places into their chains, up to PACE of them."""
         ids, latest, before, mask = self._ids, self._latest, self._before, self._mask
-        for place in range(len(before), min(len(ids), len(before) + PACE)):
-            chain = (ids[place - 2] * _SPREAD + ids[place - 1]) & mask
+        first, end = len(before), len(ids)
+        if first == end - 1:  # as mostly
+            chain = (ids[first - 2] * _SPREAD + ids[first - 1]) & mask
+            before.append(latest[chain])
+            latest[chain] = first
+            return
+        end = min(end, first + PACE)
+        for place, one, other in zip(range(first, end), ids[first - 2 : end], ids[first - 1 : end], strict=False):
+            chain = (one * _SPREAD + other) & mask
             before.append(latest[chain])
             latest[chain] = place
 
@@ -153,11 +160,15 @@ class PromptLookup:
         for _ in range(MAX_CANDIDATES):
             if place < 0:
                 break
-            if ids[place - 1] == last and ids[place - 2] == last_but_one and not is_media_id(ids[place]):
-                length = MIN_MATCH
-                while length < min(place, MAX_MATCH) and ids[place - 1 - length] == ids[size - 1 - length]:
+            # A longer match than the longest one has, where that ends, what the sequence has there.
+            is_longer = not best or (best < place and ids[place - 1 - best] == ids[size - 1 - best])
+            if is_longer and ids[place - 1] == last and ids[place - 2] == last_but_one and ids[place] < MEDIA_ID_BASE:
+                length, most = MIN_MATCH, min(place, MAX_MATCH)
+                while length < most and ids[place - 1 - length] == ids[size - 1 - length]:
                     length += 1
                 if length > best:
                     self._next, best = place, length
+                    if best == MAX_MATCH:
+                        break
             place = before[place]
         self.match_len = best

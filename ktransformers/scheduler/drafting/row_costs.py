@@ -33,6 +33,10 @@ _KEPT = 7
 _REFRESH = 16
 """Of a size that has enough times, the steps after which another one counts."""
 
+_NEARLY = 0.02
+"""The share by which what a size takes has to change before the line is drawn anew, which takes as long as planning
+several steps."""
+
 _LIFETIME, _WAIT_LIFETIME = 1024, 256
 """Steps after which the times of a size are forgotten, or what waiting took: contexts grow, loads change. What a bad
 moment made look slow is tried again then, and waits come with draft tokens only."""
@@ -113,7 +117,7 @@ class RowCosts:
         self._seconds: dict[int, float] = {}  # by size
         self._drawn: list[float] = []  # by rows, as far as it is told
         self._is_due = False  # it is to be drawn anew before it is used
-        self._least: dict[tuple[int, float], float] = {}
+        self._least: dict[tuple[int, int, float], float] = {}
         self._losses: dict[int, list[float]] = {}
 
     def skip(self, rows: int) -> int:
@@ -147,7 +151,12 @@ class RowCosts:
         times.append((rows, seconds, has_waited))
         self._last[size] = self._num_steps
         if len(times) < _KEPT or self._num_steps % _REFRESH == 0:
-            self._is_due = True
+            self._is_due |= self._is_other(size, times) or self._num_steps % _WAIT_LIFETIME < _REFRESH
+
+    def _is_other(self, size: int, times: deque[tuple[int, float, bool]]) -> bool:
+        """Whether what a size takes is no longer what the line was drawn with."""
+        drawn = self._seconds.get(size, 0.0)
+        return abs(self._usual(times) - drawn) > _NEARLY * drawn
 
     @property
     def _line(self) -> list[float]:
@@ -158,7 +167,8 @@ class RowCosts:
             if self._num_steps - self._waited_in > _WAIT_LIFETIME:
                 self._waits.clear()
                 self.wait = 0.0
-            self._drawn, self._least, self._losses, self._is_due = self._redrawn(), {}, {}, False
+            self._drawn, self._is_due = self._redrawn(), False
+            self._forget_losses()
         return self._drawn
 
     def _add_wait(self, size: int, seconds: float) -> None:
@@ -167,7 +177,11 @@ class RowCosts:
         if alone is not None:
             self._waits.append(seconds - alone)
             self._waited_in = self._num_steps
-            self.wait, self._least, self._losses = max(median(self._waits), 0.0), {}, {}
+            self.wait = max(median(self._waits), 0.0)
+            self._forget_losses()
+
+    def _forget_losses(self) -> None:
+        self._least, self._losses = {}, {}
 
     def knows(self, rows: int) -> bool:
         """Whether steps of about so many rows were timed of late."""
@@ -194,23 +208,22 @@ class RowCosts:
     def losses(self, rows: int) -> list[float]:
         """Return what 0, 1, ... draft tokens beside so many rows, of which `knows` is true, lose as far as that can be
         told: `rows` times the logarithm of how many times as long the step takes. Kept until times are added."""
-        alone, line = self.seconds(rows), self._line
-        found = self._losses.get(rows)
+        line, found = self._line, self._losses.get(rows)
         if found is None:
-            here, ends = line[rows], line[rows + 1 :]
+            alone, here, ends = self.seconds(rows), line[rows], line[rows + 1 :]
             found = [rows * math.log1p((end - here + self.wait) / alone) for end in ends]
             found = self._losses[rows] = [0.0, *found]
         return found
 
-    def least_chance(self, rows: int, margin: float) -> float:
-        """Return the chance that a draft token must have for any to pay beside so many rows, of which `knows` is true:
-        answers are then `margin` times as fast in the mean, see planner.py. Kept as `losses` are: most steps ask no
-        more than this."""
-        losses, least = self.losses(rows), self._least.get((rows, margin))
+    def least_chance(self, rows: int, most: int, margin: float) -> float:
+        """Return the chance that a draft token must have for any to pay beside so many rows, of which `knows` is true,
+        where there are up to `most`: answers are then `margin` times as fast in the mean, see planner.py. Kept as
+        `losses` are: most steps ask no more than this."""
+        losses, least = self.losses(rows), self._least.get((rows, most, margin))
         if least is None:
             more = rows * math.log(margin)
-            gains = [(more + loss) / num for num, loss in enumerate(losses) if num]
-            least = self._least[rows, margin] = math.expm1(min(gains, default=1.0))
+            gains = [(more + loss) / num for num, loss in enumerate(losses[: most + 1]) if num]
+            least = self._least[rows, most, margin] = math.expm1(min(gains, default=1.0))
         return least
 
     def _usual(self, times: Iterable[tuple[int, float, bool]]) -> float:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,11 +26,11 @@ import torch
 
 from ktransformers.errors import FormatError
 from ktransformers.kernels.types import QuantType, RawTensor, block_size, row_bytes
-from ktransformers.system.file_kinds import HEAD_BYTES, incomplete, is_projector, not_weights, size_of
+from ktransformers.system.file_kinds import HEAD_BYTES, incomplete, is_drafter, is_projector, not_weights, size_of
 from ktransformers.weights.mapped_file import map_file
 from ktransformers.weights.ollama import gpt_oss, towers
 
-__all__ = ["OTHER_FILE", "GGUFFile", "GGUFModel", "GGUFTensor", "MetadataValue", "open_gguf", "shown"]
+__all__ = ["OTHER_FILE", "GGUFFile", "GGUFModel", "GGUFTensor", "MetadataValue", "beside", "open_gguf", "shown"]
 
 MetadataValue = int | float | bool | str | list[str] | npt.NDArray[np.generic]
 """Numbers in arrays stay in a numpy array (a copy in the file's own dtype); strings become a list."""
@@ -273,7 +273,6 @@ _OTHER_TYPES = {
     **dict.fromkeys((36, 37, 38), "IQ4_NL in an order of rows for some processors"),
     **dict(enumerate(("Q6_0", "IQ1_BN", "IQ2_BN"), 133)),  # from here on of ik_llama.cpp
     151: "Q8_KV",
-    157: "IQ2_KL",
     **dict.fromkeys(range(200, 400), "a type of ik_llama.cpp in an order of rows for some processors"),
 }
 """Numbers of ggml's types that are not read and that the `gguf` package may not name."""
@@ -380,12 +379,26 @@ def open_gguf(path: Path | str) -> GGUFModel:
 
 def gguf_files(folder: Path) -> list[Path]:
     """Return the .gguf files in `folder`, else those in its subfolders, in order: quantizers' repositories have one for
-    each type of weights. Projectors for pictures (mmproj) are none of a model by themselves.
+    each type of weights. Projectors for pictures (mmproj) and what drafts (mtp-) are none of a model by themselves.
     """
     patterns = ["/".join(["*"] * depth + ["*.gguf"]) for depth in range(SUBFOLDERS + 1)]
-    models = ([path for path in folder.glob(pattern) if not is_projector(path.name)] for pattern in patterns)
+    models = (
+        [path for path in folder.glob(pattern) if not (is_projector(path.name) or is_drafter(path.name))]
+        for pattern in patterns
+    )
     found = ([path for path in paths if path.is_file()] for paths in models)
     return sorted(next((paths for paths in found if paths), []))
+
+
+def beside(path: Path, is_wanted: Callable[[str], bool], rank: Callable[[str], tuple[int, str]]) -> Path | None:
+    """Return the GGUF file whose name is wanted in the folder of another one, or in the one above it, where quantizers
+    put what goes with all of their types that have a folder each: of several the one of the lowest rank; None where
+    there is none."""
+    for folder in (path.parent, path.parent.parent):
+        found = [each for each in folder.glob("*.gguf") if is_wanted(each.name) and each.is_file()]
+        if found:
+            return min(found, key=lambda each: rank(each.name))
+    return None
 
 
 def _only_model_in(folder: Path) -> Path:

@@ -19,7 +19,7 @@ import torch
 from ktransformers.errors import TensorMismatchError
 from ktransformers.kernels.types import QuantType
 from ktransformers.system.file_kinds import is_projector, projector_rank
-from ktransformers.weights.gguf.file import GGUFFile, GGUFModel, MetadataValue
+from ktransformers.weights.gguf.file import GGUFFile, GGUFModel, MetadataValue, beside
 from ktransformers.weights.ollama.towers import has_tower, projector_metadata, projector_name
 from ktransformers.weights.quantize.transcode import dequantize
 from ktransformers.weights.source import TensorInfo
@@ -75,14 +75,9 @@ _THIRDS = {"q_proj": 0, "k_proj": 1, "v_proj": 2}
 
 
 def mmproj_beside(path: Path) -> Path | None:
-    """Return the projector file in the folder of a GGUF, or in the one above it, where quantizers put it that have a
-    folder for each type of weights; None where there is none. Of several the one is taken that is closest to what
-    towers are published in."""
-    for folder in (path.parent, path.parent.parent):
-        found = [each for each in folder.glob("*.gguf") if is_projector(each.name) and each.is_file()]
-        if found:
-            return min(found, key=lambda each: projector_rank(each.name))
-    return None
+    """Return the projector file beside a GGUF, of several the one that is closest to what towers are published in; None
+    where there is none."""
+    return beside(path, is_projector, projector_rank)
 
 
 def mmproj_inside(model: GGUFModel) -> GGUFModel | None:

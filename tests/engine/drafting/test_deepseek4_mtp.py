@@ -104,5 +104,5 @@ def test_a_drafter_of_another_kind_is_refused(tmp_path: Path) -> None:
     stored = {name: tensor for name, tensor in stored.items() if name not in projections}
     stored |= {"mtp.0.main_proj.weight": torch.ones(64, 192), "mtp.2.markov_head.markov_w1.weight": torch.ones(160, 8)}
     safetensors.torch.save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UnsupportedError, match=r"hold none, or one of a kind .*--draft_model"), engine_of(folder):
+    with pytest.raises(UnsupportedError, match=r"hold DSpark's, which .*--draft_model"), engine_of(folder):
         pass

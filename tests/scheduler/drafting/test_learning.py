@@ -89,14 +89,14 @@ def test_how_likely_a_draft_token_must_be() -> None:
     costs.add(2, 15.0)
     costs.add(4, 40.0)
     # at most (1 + c) / 15 against 1 / 10; with two more (1 + c)^2 / 27.5, with three (1 + c)^3 / 40
-    assert costs.least_chance(1, 1.0) == pytest.approx(0.5)
-    assert costs.least_chance(1, 1.2) == pytest.approx((1.2 * 4) ** (1 / 3) - 1)
+    assert costs.least_chance(1, 9, 1.0) == pytest.approx(0.5)
+    assert costs.least_chance(1, 9, 1.2) == pytest.approx((1.2 * 4) ** (1 / 3) - 1)
     costs = RowCosts(4)
     costs.add(1, 10.0)
     costs.add(2, 19.0)
     costs.add(4, 19.0)
-    assert costs.least_chance(1, 1.0) == pytest.approx(1.9 ** (1 / 3) - 1)
-    assert costs.least_chance(4, 1.0) > 1  # no more than four rows are ever run
+    assert costs.least_chance(1, 9, 1.0) == pytest.approx(1.9 ** (1 / 3) - 1)
+    assert costs.least_chance(4, 9, 1.0) > 1  # no more than four rows are ever run
 
 
 def test_what_steps_with_draft_tokens_lose_is_told_apart_from_what_rows_take() -> None:
@@ -112,7 +112,7 @@ def test_what_steps_with_draft_tokens_lose_is_told_apart_from_what_rows_take() -
     assert costs.seconds(1) == 10.0
     assert costs.seconds(1, 3) == 19.0  # 17 of the rows, and the wait
     assert costs.seconds(4) == 17.0
-    assert costs.least_chance(1, 1.0) == pytest.approx(1.9 ** (1 / 3) - 1)
+    assert costs.least_chance(1, 9, 1.0) == pytest.approx(1.9 ** (1 / 3) - 1)
 
 
 def test_where_nothing_is_planned_ahead_nothing_is_lost() -> None:
@@ -148,7 +148,7 @@ def test_a_wait_that_others_had_is_no_more_than_a_step_took() -> None:
     costs.add(2, 5.0, is_drafted=True)
     assert costs.wait == 20.0
     assert 0.0 < costs.seconds(2) <= 5.0
-    assert costs.least_chance(2, 1.05) > -1.0
+    assert costs.least_chance(2, 9, 1.05) > -1.0
 
 
 def test_hardly_any_step_is_timed_where_nothing_is_drafted() -> None:

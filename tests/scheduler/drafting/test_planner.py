@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import pytest
 
@@ -104,6 +105,22 @@ def test_where_looking_costs_much_and_gives_little_there_are_pauses(monkeypatch:
     assert looked_up(0.03, 5, monkeypatch) > 1400
 
 
+def test_rests_become_longer_where_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer without drafts, which are looked for in its first steps, then behind 32 others, 64 and so on."""
+    monkeypatch.setattr(planner, "PromptLookup", Hopeless)
+    loop = Timed(make_config(num_pages=2000, chunk_size=256, max_drafts=7))
+    loop.seconds = lambda rows: 0.0001 * rows  # type: ignore[method-assign]
+    loop.add(make_request("r", range(20), 1500, ignore_eos=True, seed=5))
+    steps = []
+    while loop.scheduler.has_work:
+        before = Hopeless.num_asked
+        loop.schedule()
+        if Hopeless.num_asked > before:
+            steps.append(loop.scheduler._next_step - 1)
+        loop.commit()
+    assert [after - before for before, after in pairwise(steps)][7:12] == [32, 64, 128, 256, 256]
+
+
 def test_what_one_answer_gains_is_not_taken_from_fifteen_others() -> None:
     """One repeats itself beside others that do not, where a further row costs what each of the first ones does."""
     loop = Timed(make_config(num_pages=4000, chunk_size=256, max_batch_size=16, max_drafts=7))
@@ -149,6 +166,16 @@ def test_what_is_lost_by_not_planning_ahead_is_no_more_than_draft_tokens_gain(
     """Answers that repeat themselves (even seeds), and one that hardly does."""
     _, total = planned_ahead(lost, second, seed)
     assert total <= 1.01 * 300 + 30
+
+
+class Hopeless(PromptLookup):
+    """Never has a draft, and counts how often it is asked for one."""
+
+    num_asked = 0
+
+    def chances(self, most: int) -> list[float]:
+        Hopeless.num_asked += 1
+        return []
 
 
 class Alternating:

@@ -21,7 +21,13 @@ _Float = npt.NDArray[np.float32]
 _Parts = tuple[np.float32, list[int], list[list[int]]]
 """d, and scales and values of the sub-blocks."""
 
-# Of ik_llama.cpp's ggml-common.h: the second half is taken where a sub-block's bit is set.
+# Of ik_llama.cpp's ggml-common.h. Pairs are two int8, the lower byte first; of values the second half is taken where a
+# sub-block's bit is set.
+_IQ2_PAIRS = (
+    *(0xE9C1, 0x0DC1, 0xC1D8, 0xF6D8, 0x0DD8, 0x2FD8, 0xD8E9, 0xE9E9, 0x01E9, 0x0DE9, 0x1CE9, 0xC1F6, 0x01F6, 0x0DF6),
+    *(0x2FF6, 0xE901, 0xF601, 0x0101, 0x0D01, 0x1C01, 0xD80D, 0xE90D, 0xF60D, 0x010D, 0x0D0D, 0xC11C, 0xE91C, 0x011C),
+    *(0x1C1C, 0x2F1C, 0xE92F, 0x0D2F),
+)
 _IQ2_VALUES = (-31, -13, 1, 17, -26, -8, 6, 22)
 _IQ3_VALUES = (-63, -40, -23, -10, 1, 13, 28, 47, -59, -36, -19, -6, 5, 17, 32, 51)
 _IQ4_VALUES = (
@@ -174,6 +180,20 @@ def _iq3_ks(block: _Bytes) -> _Parts:
     return np.float32(d), scales, values
 
 
+def _iq2_kl(block: _Bytes) -> _Parts:
+    d, uppers, *data = struct.unpack("<eH4B64B16B", block.tobytes())
+    stored, codes, fifths = data[:4], data[4:68], data[68:]
+    scales, values = [], []
+    for sub in range(8):
+        scales.append((stored[sub % 4] >> 4 * (sub // 4) & 15) + 16 * (uppers >> 2 * sub & 3) - 32)
+        row = list[int]()
+        for j in range(16):
+            pair = (codes[16 * (sub // 2) + j] >> 4 * (sub % 2) & 15) + 16 * (fifths[j] >> sub & 1)
+            row += struct.unpack("<bb", struct.pack("<H", _IQ2_PAIRS[pair]))
+        values.append(row)
+    return np.float32(d), scales, values
+
+
 def _iq4_ks(block: _Bytes) -> _Parts:
     d, *data = struct.unpack("<f8B128B", block.tobytes())
     stored, codes = data[:8], data[8:]
@@ -269,6 +289,7 @@ SUB_BLOCKS: Mapping[QuantType, Callable[[_Bytes], _Parts]] = {
     QuantType.IQ6_K: _iq6_k,
     QuantType.IQ2_KS: _iq2_ks,
     QuantType.IQ3_KS: _iq3_ks,
+    QuantType.IQ2_KL: _iq2_kl,
     QuantType.IQ4_KS: _iq4_ks,
     QuantType.IQ4_KSS: _iq4_kss,
     QuantType.IQ5_KS: _iq5_ks,
@@ -284,6 +305,7 @@ its row.
 ROW_HEADS: Mapping[QuantType, int] = {
     QuantType.IQ2_KS: 2,
     QuantType.IQ3_KS: 2,
+    QuantType.IQ2_KL: 2,
     QuantType.IQ4_KS: 4,
     QuantType.IQ4_KSS: 4,
     QuantType.IQ5_KS: 4,
