@@ -122,10 +122,12 @@ def not_weights(path: Path, head: bytes, wanted: str) -> FormatError:
     known = wrong_start(head)
     if known is not None:
         return FormatError(f"{path} {known}")
-    if wanted == "safetensors" and is_gguf(head):
-        return FormatError(f"{path} is a GGUF file with another file's name; rename it to end in .gguf")
-    if wanted == "GGUF" and is_safetensors(head):
-        return FormatError(f"{path} is a safetensors file with another file's name; rename it to end in .safetensors")
+    other, is_other = ("GGUF", is_gguf) if wanted == "safetensors" else ("safetensors", is_safetensors)
+    if is_other(head):
+        suffix = f".{other.lower()}"
+        if path.suffix == suffix:
+            return FormatError(f"{path} is a {other} file, and a {wanted} file is wanted here")
+        return FormatError(f"{path} is a {other} file with another file's name; rename it to end in {suffix}")
     return FormatError(f"{path} is not a {wanted} file: it begins with {_shown(head)}")
 
 

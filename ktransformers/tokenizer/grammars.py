@@ -61,8 +61,8 @@ def pack_ids(token_ids: Iterable[int], vocab_size: int) -> Words:
 class Matcher:
     """The state of one answer in its grammar. One thread at a time."""
 
-    def __init__(self, matcher: LLMatcher, ends: Words):
-        self._matcher, self._ends = matcher, ends
+    def __init__(self, matcher: LLMatcher, ends: Words, name: str):
+        self._matcher, self._ends, self._name = matcher, ends, name
 
     def consume(self, token_ids: Sequence[int]) -> None:
         """Advance the answer by these tokens. What they do not fit shows in `allowed`."""
@@ -77,7 +77,7 @@ class Matcher:
         """
         words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: len(self._ends)].copy()
         if self._matcher.is_error():
-            raise ConfigError(f"the answer cannot follow its constraint any further: {_shortened(self._matcher)}")
+            raise ConfigError(f"no answer can follow the {self._name} any further: {_shortened(self._matcher)}")
         return words | self._ends if (words & self._ends).any() else words  # the grammar knows one of them
 
 
@@ -114,11 +114,16 @@ class Grammars:
     def check(self, constraint: Constraint) -> Words:
         """Return a mask of the tokens that an answer may begin with.
 
-        Raises ConfigError for a constraint that is wrong, too large, or asks for what cannot be enforced.
+        Raises ConfigError for a constraint that is wrong, too large, never ends, or asks for what cannot be enforced.
         """
-        words = self.matcher(constraint).allowed()
+        matcher = self.matcher(constraint)
+        words = matcher.allowed()
         if not words.any():
             raise ConfigError(f"no answer could follow the {_NAMES[constraint.kind]}")
+        # What is forced by a first token, and never ends or is too much to follow, shows behind it.
+        begins = np.unpackbits((words & ~self.ends).view(np.uint8), bitorder="little").nonzero()[0]
+        matcher.consume(begins[:1].tolist())
+        matcher.allowed()
         return words
 
     def matcher(self, constraint: Constraint) -> Matcher:
@@ -130,7 +135,7 @@ class Grammars:
         if made.is_error():
             reason = _shortened(made, is_ours=constraint.kind is ConstraintKind.TOOL_CALLS)
             raise ConfigError(f"the {_NAMES[constraint.kind]} cannot be followed: {reason}")
-        return Matcher(made, self.ends)
+        return Matcher(made, self.ends, _NAMES[constraint.kind])
 
     @functools.cached_property
     def ends(self) -> Words:
@@ -201,7 +206,7 @@ def _limits() -> LLParserLimits:
 
 def _shortened(matcher: LLMatcher, *, is_ours: bool = False) -> str:
     """The reason of an error. is_ours: without the lines of the grammar, which no client has seen."""
-    said = matcher.get_error()
+    said = matcher.get_error().replace("<non-verbose/>", "").replace("NoExtensionBias", "nothing fits it")
     reason = " ".join((said.partition("\n")[0] if is_ours else said).split())
     return reason if len(reason) <= _MAX_REASON_CHARS else f"{reason[:_MAX_REASON_CHARS]}..."
 

@@ -193,6 +193,12 @@ RULES = [
     ("none.yaml", "--optimize_config_path | rules/none.yaml does not exist"),
     ("", "rules: cannot be read: it is a folder"),
 ]
+PROJECTORS = [
+    ("{}/good.gguf", "good.gguf: it holds a model of qwen3moe, not a projector for pictures"),
+    ("{}/truncated.gguf", "truncated.gguf: the file is truncated or damaged"),
+    ("{}/no_tokenizer/model.safetensors", "model.safetensors is a safetensors file, and a GGUF file is wanted here"),
+    ("{}/is_gguf.safetensors", "is_gguf.safetensors: it holds a model of qwen3moe"),
+]
 SERVE = "serve {}/good.gguf --port 0 "
 FLAGS = [
     *rows("@", [("chta", "chta"), ("bench", "WHAT"), ("bench operation", "operation")], USAGE),
@@ -264,6 +270,9 @@ TABLE = [
     *rows("plan {}/@", WEIGHT_FILES, FAILS),
     *rows("chat --gguf_path {}/@", FOLDERS, FAILS),
     *rows("chat --model_path {}/@", MODELS),
+    *rows("chat --gguf_path {}/good.gguf --mmproj @", PROJECTORS[:1]),
+    *rows("plan {}/good.gguf --mmproj @", PROJECTORS[::3]),
+    *rows("plan {}/good.gguf --mmproj @", PROJECTORS[1:3], FAILS),
     *rows("plan {}/good.gguf --strict --optimize_config_path {}/rules/@", RULES),
 ]
 

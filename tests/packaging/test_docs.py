@@ -63,8 +63,10 @@ def test_what_leads_nowhere_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("folder", ["docs", "docs/design", "docs/decisions"])
 def test_every_page_is_in_the_index(folder: str) -> None:
-    """That of its folder; README.md of docs leads to those of the other folders."""
+    """That of its folder, in one row; README.md of docs leads to those of the other folders."""
     index = ROOT / folder / "README.md"
+    rows = re.findall(r"(?m)^\| \[[^]]+\]\(([^)]+)\)", index.read_text(encoding="utf-8"))
+    assert len(set(rows)) == len(rows)
     listed = {target for target in links(index.read_text(encoding="utf-8")) if "/" not in target}
     assert listed == {page.name for page in (ROOT / folder).glob("*.md")} - {"README.md"}
     main = set(links((ROOT / "docs" / "README.md").read_text(encoding="utf-8")))

@@ -38,7 +38,7 @@ NO_TOWER = "it was loaded without a tower for pictures, as the log says"
 
 def why_no_pictures(config: EngineConfig) -> str | None:
     """Return in words why a model is not to read pictures, or its files say nothing about them; None when it is. Reads
-    headers only."""
+    headers only. Raises UnsupportedError or FormatError for a projector file that was named and is none."""
     if config.tower_device == "none":
         return "--tower_device none leaves its tower out"
     why_not = _why_no_processor(config)
@@ -47,6 +47,8 @@ def why_no_pictures(config: EngineConfig) -> str | None:
     try:
         return why_not if projector_processor(config) is None else None
     except (FormatError, UnsupportedError) as error:
+        if config.mmproj is not None:
+            raise
         return str(error)
 
 
@@ -107,7 +109,8 @@ class Pictures:
     """The pictures of one model. why_not: why it reads none.
 
     given: with picture_folder where the store outlives the process. config: what the model is to be built of: that of
-    a model that reads text only names no folder. Raises ConfigError for a folder that others can enter.
+    a model that reads text only names no folder. Raises ConfigError for a folder that others can enter, and as
+    `why_no_pictures`.
     """
 
     def __init__(self, given: EngineConfig):

@@ -30,13 +30,12 @@ from ktransformers.engine.plan.hardware import Hardware
 from ktransformers.engine.plan.kv_types import KvTypes
 from ktransformers.engine.plan.tier_plan import tier_bytes
 from ktransformers.engine.plan.tower_plan import PlannedTower, with_tower
+from ktransformers.engine.plan.unused_flags import report_unused
 from ktransformers.engine.step.graph_sizes import largest_graph
 from ktransformers.errors import ConfigError, FormatError, TensorMismatchError, UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.registry import default_optimize_rules, ignorable_tensors
-from ktransformers.operators.attention.gqa import KAttention
-from ktransformers.operators.attention.mla import KMLAAttention
 from ktransformers.operators.attention.rope import KRotaryEmbedding
 from ktransformers.operators.base import ExpertStats, OperatorConfig
 from ktransformers.operators.device import Device, Devices
@@ -183,19 +182,13 @@ class Planner:
         planned.report()
         if not self.is_draft:  # PlannedDraft says where a draft model goes
             planned.plan.report_fallback()
-        self._report_sparsity(planned.plan)
+            report_unused(self.opened.config, planned.plan, self.opened.source)
         config, operators = self.opened.config, planned.plan.operators
         if config.lend_slots and not planned.long_rows and not self.is_draft:
             reason = "these slots do not lend here" if planned.hots else "no GPU has slots for experts"
             logger.warning("--lend_slots has no effect: %s", reason)
         KvTypes.of(config.kv_type, self.opened.model, operators, config.attention_products).report(planned.shapes)
         return planned, hardware
-
-    def _report_sparsity(self, plan: Plan) -> None:
-        """Say when --sparse_attention off changes nothing; operators say what it changes."""
-        found = any(op.can_be_sparse for op in plan.operators.values() if isinstance(op, KMLAAttention | KAttention))
-        if self.opened.config.sparse_attention == "off" and not found:
-            logger.warning("--sparse_attention off has no effect: the model attends to all positions anyway")
 
     def _plan_ram_or_files(self, hardware: Hardware) -> tuple[Planned, Hardware]:
         """Experts on the CPU are in RAM, or in files where that is asked for, or where they do not fit otherwise."""

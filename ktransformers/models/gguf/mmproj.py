@@ -191,6 +191,9 @@ _TEXTS = {"qwen2": ("qwen2_vl", "qwen2_5_vl"), "qwen3": ("qwen3_vl",), "qwen3_mo
 def projector_of(metadata: Mapping[str, object]) -> str:
     """Return the type of a projector file. Raises UnsupportedError for one that is not read here."""
     found = metadata.get("clip.projector_type") or metadata.get("clip.vision.projector_type")
+    if found is None:
+        kind = f"a model of {metadata.get('general.architecture', 'an unknown kind')!s:.40}"
+        raise UnsupportedError(f"it holds {kind}, not a projector for pictures; llama.cpp's are called mmproj-*.gguf")
     if found not in PROJECTORS:
         raise UnsupportedError(
             f"projectors of type {found!r:.40} are not read here; {', '.join(PROJECTORS)} are. The model's folder of "

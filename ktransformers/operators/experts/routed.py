@@ -209,6 +209,11 @@ class KTransformersExperts(Operator):
         except UnsupportedError:
             return None  # a type that no kernel reads: they stay on the CPU
 
+    def is_quantized(self, source: WeightSource) -> bool:
+        """Whether these experts are quantized while loading (`cpu_quant`), further than their files are."""
+        as_stored = source.find_experts(self.key, self.layout)
+        return source.find_experts(self.key, self.layout, self.config.cpu_quant) != as_stored
+
     def is_divided(self, source: WeightSource) -> bool:
         """Whether each of several processes has a part of these experts: whichever path takes a step."""
         return all(path.divides(source) for path in self.paths)
