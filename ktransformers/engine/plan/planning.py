@@ -196,11 +196,13 @@ class Planner:
         config = self.opened.config
         wanted = "ram" if self.is_draft else config.experts_from
         if wanted == "disk":
-            return self._with_files().settled_as_it_is(hardware)
-        planned, settled = self.settled_as_it_is(hardware)
+            planned, settled = self._with_files().settled_as_it_is(hardware)
+            if planned.expert_files is not None:
+                return planned, settled
+        planned, settled = self.settled_as_it_is(hardware)  # also where no experts are left to the CPU
         is_short = planned.plan.total_bytes.get("cpu", 0) > planned.plan.capacity.get("cpu", 0)
         is_divided = config.pipeline > 1 or config.tensor_parallel > 1
-        if wanted == "ram" or not is_short or is_divided or not has_files(self.opened):
+        if wanted != "auto" or not is_short or is_divided or not has_files(self.opened):
             return planned, settled
         try:
             instead, on = self._with_files().settled_as_it_is(hardware)

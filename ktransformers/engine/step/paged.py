@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from ktransformers.cache.paged import PagedCache
+from ktransformers.core import NOTHING_STORED, StoredCounts
 from ktransformers.engine.damage.errors import NotFiniteError
 from ktransformers.engine.media.family import PictureFamily
 from ktransformers.engine.media.features import PictureEncoder
@@ -72,7 +73,7 @@ class PagedExecutor:
     set between steps. new_runtime: makes what records what is below Python, for a recorder. tiers: what is below the
     cache. hand_over: called in steps that do not run apart, once others may have Python: right before they are
     computed. take_hot: what is new of experts in slots of GPUs, see StepResult.hot; after each step. take_stored:
-    likewise, of experts in files, StepResult.stored. lend: called before each step, with StepPlan.is_long. mend_model:
+    likewise, of experts and of rows in files, StepResult.stored and stored_rows. lend: called before each step, with StepPlan.is_long. mend_model:
     see Ranks.recover. drafter: finds draft tokens that a plan leaves to the engine. pictures: computes pictures; None:
     requests with some end. find_damage: what to say of the weights where logits or an embedding are no numbers.
     """
@@ -85,7 +86,7 @@ class PagedExecutor:
     hand_over: Callable[[], None] | None = None
     new_runtime: Callable[[], Runtime | None] = staticmethod(lambda: None)
     take_hot: Callable[[], tuple[int, int, int, int]] = staticmethod(lambda: (0, 0, 0, 0))
-    take_stored: Callable[[], tuple[int, int, int, float, int]] = staticmethod(lambda: (0, 0, 0, 0.0, 0))
+    take_stored: Callable[[], tuple[StoredCounts, StoredCounts]] = staticmethod(lambda: (NOTHING_STORED, NOTHING_STORED))
     lend: Callable[[bool], None] = staticmethod(lambda is_long: None)
     mend_model: Callable[[], None] = staticmethod(lambda: None)
     find_damage: Callable[[], str] = staticmethod(str)
@@ -237,7 +238,8 @@ class PagedExecutor:
                 raise
             logger.error("a step failed, and the answers that were in it end: %s", error)
             self._previous = [0] * sum(row.is_sampled for row in plan.rows)
-            return msgspec.structs.replace(unread_result(plan, str(error)), stored=self.take_stored())
+            stored, stored_rows = self.take_stored()
+            return msgspec.structs.replace(unread_result(plan, str(error)), stored=stored, stored_rows=stored_rows)
 
     def _computed(self, plan: StepPlan, meanwhile: Callable[[], None] | None) -> StepResult:
         began_ns = time.monotonic_ns()
@@ -271,11 +273,11 @@ class PagedExecutor:
         observing_ns = time.monotonic_ns()
         if self.drafter is not None and plan.is_observed:
             self.drafter.observe(computed_rows(rows, inputs, results))
-        ended_ns, stored = time.monotonic_ns(), self.take_stored()
+        ended_ns, (stored, stored_rows) = time.monotonic_ns(), self.take_stored()
         if recorder is not None:
             drawn = [sum(1 for _ in result.tokens) for result in results]
             record = self._record(plan, kept, drawn, (began_ns, ended_ns, sampling_ns), recorder.epoch)
-            recorder.end_step(msgspec.structs.replace(record, stored=stored))
+            recorder.end_step(msgspec.structs.replace(record, stored=stored, stored_rows=stored_rows))
         return StepResult(
             step_id=plan.step_id,
             results=results,
@@ -287,6 +289,7 @@ class PagedExecutor:
             expert_counts=counts,
             hot=self.take_hot(),
             stored=stored,
+            stored_rows=stored_rows,
             failed=[(row.run_id, run.failure) for row, run in zip(rows, inputs.runs, strict=True) if run.failure],
             tiers=self._tier_result((ended_ns - copied_ns) / 1e9),
         )
