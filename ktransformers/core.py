@@ -59,8 +59,8 @@ SNAPSHOT_ALIGN = 64
 """States of recurrent layers are kept behind positions whose number is a multiple of this: there a GPU's chunks end."""
 
 StoredCounts = tuple[int, int, int, float, int]
-"""Counts of what stays in files while a model runs, experts or rows of tables: uses of what was in RAM, uses of what was
-not, bytes read, seconds waited for them, reads that failed."""
+"""Counts of what stays in files while a model runs, experts or rows of tables: uses of what was in RAM, uses of what
+was not, bytes read, seconds waited for them, reads that failed."""
 
 NOTHING_STORED: StoredCounts = (0, 0, 0, 0.0, 0)
 

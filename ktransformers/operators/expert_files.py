@@ -172,8 +172,8 @@ class ExpertFiles:
         return experts, sum_stored([table.counts() for table in self._tables])
 
     def _report_retried(self) -> None:
-        for store in (self.store, *self._tables):
-            count, why = store.handle.take_retried()
+        for handle in (self.store.handle, *(table.handle for table in self._tables)):
+            count, why = handle.take_retried()
             if count:
                 others = f", and {count - 1} others" if count > 1 else ""
                 logger.warning("a read failed and was tried again%s: %s", others, why)
@@ -188,7 +188,7 @@ class ExpertFiles:
         )
 
     def _save_scores(self) -> None:
-        if self._save is not None and sum(self._taken[0][:2]):
+        if self._save is not None and any(self._taken[0][:2]):
             scores = {layer: one.numpy() for layer, one in self.store.scores().items()}
             self._save({layer: one for layer, one in scores.items() if layer not in self._counted_elsewhere})
 

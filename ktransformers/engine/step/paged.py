@@ -73,9 +73,10 @@ class PagedExecutor:
     set between steps. new_runtime: makes what records what is below Python, for a recorder. tiers: what is below the
     cache. hand_over: called in steps that do not run apart, once others may have Python: right before they are
     computed. take_hot: what is new of experts in slots of GPUs, see StepResult.hot; after each step. take_stored:
-    likewise, of experts and of rows in files, StepResult.stored and stored_rows. lend: called before each step, with StepPlan.is_long. mend_model:
-    see Ranks.recover. drafter: finds draft tokens that a plan leaves to the engine. pictures: computes pictures; None:
-    requests with some end. find_damage: what to say of the weights where logits or an embedding are no numbers.
+    likewise, of experts and of rows in files, StepResult.stored and stored_rows. lend: called before each step, with
+    StepPlan.is_long. mend_model: see Ranks.recover. drafter: finds draft tokens that a plan leaves to the engine.
+    pictures: computes pictures; None: requests with some end. find_damage: what to say of the weights where logits or
+    an embedding are no numbers.
     """
 
     recorder: Recorder | None = None
@@ -86,7 +87,9 @@ class PagedExecutor:
     hand_over: Callable[[], None] | None = None
     new_runtime: Callable[[], Runtime | None] = staticmethod(lambda: None)
     take_hot: Callable[[], tuple[int, int, int, int]] = staticmethod(lambda: (0, 0, 0, 0))
-    take_stored: Callable[[], tuple[StoredCounts, StoredCounts]] = staticmethod(lambda: (NOTHING_STORED, NOTHING_STORED))
+    take_stored: Callable[[], tuple[StoredCounts, StoredCounts]] = staticmethod(
+        lambda: (NOTHING_STORED, NOTHING_STORED)
+    )
     lend: Callable[[bool], None] = staticmethod(lambda is_long: None)
     mend_model: Callable[[], None] = staticmethod(lambda: None)
     find_damage: Callable[[], str] = staticmethod(str)

@@ -9,10 +9,10 @@
 
 The convolution looks N, 2 N, ... rows back. Both it and the last tokens are states of a sequence like those of any
 recurrent layer: shifted rows, which the kernel for short convolutions moves along (a shift is one with a single tap).
-The table is large and stays in its file; only rows that are asked for are read: where it is mapped, or, if the model's
-experts stay in files too, by a store of rows, since what is mapped needs memory that the experts have. Tokens are known to the
-CPU alone, so that it looks up, whatever device the layer is on: with a GPU before the step, as embeddings of tokens are
-(engine.step.lookup), and the layer gets what was found in the place of token ids.
+The table is large and stays in its file, of which only rows are read that are asked for: where it is mapped, or, if the
+model's experts stay in files too, by a store of rows, since what is mapped needs memory that the experts have. Tokens
+are known to the CPU alone, so that it looks up, whatever device the layer is on: with a GPU before the step, as
+embeddings of tokens are (engine.step.lookup), and the layer gets what was found in the place of token ids.
 """
 
 from __future__ import annotations
