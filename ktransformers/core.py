@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
 from numbers import Integral, Real
@@ -18,7 +18,6 @@ from ktransformers.errors import ConfigError, UnsupportedError
 __all__ = [
     "CAPTURING",
     "COMPILING",
-    "NOTHING_STORED",
     "PROMPT_LOGPROB_ROWS",
     "RECOMMENDED_FIELDS",
     "SNAPSHOT_ALIGN",
@@ -32,11 +31,9 @@ __all__ = [
     "Progress",
     "ReasoningSpec",
     "SamplingParams",
-    "StoredCounts",
     "TokenEvent",
     "TokenLogprobs",
     "format_bytes",
-    "sum_stored",
 ]
 
 CAPTURING = "CUDA graphs"
@@ -58,26 +55,9 @@ PROMPT_LOGPROB_ROWS = 64
 SNAPSHOT_ALIGN = 64
 """States of recurrent layers are kept behind positions whose number is a multiple of this: there a GPU's chunks end."""
 
-StoredCounts = tuple[int, int, int, float, int]
-"""Counts of what stays in files while a model runs, experts or rows of tables: uses of what was in RAM, uses of what
-was not, bytes read, seconds waited for them, reads that failed."""
-
-NOTHING_STORED: StoredCounts = (0, 0, 0, 0.0, 0)
-
 _REPR = reprlib.Repr()
 _REPR.maxtuple = _REPR.maxlist = _REPR.maxdict = 8
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
-
-
-def sum_stored(counts: Sequence[StoredCounts], before: StoredCounts = NOTHING_STORED) -> StoredCounts:
-    """Add counts up, less those of before."""
-    return (
-        sum(one[0] for one in counts) - before[0],
-        sum(one[1] for one in counts) - before[1],
-        sum(one[2] for one in counts) - before[2],
-        sum(one[3] for one in counts) - before[3],
-        sum(one[4] for one in counts) - before[4],
-    )
 
 
 def format_bytes(nbytes: int) -> str:

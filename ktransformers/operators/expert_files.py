@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ktransformers.core import NOTHING_STORED, StoredCounts, sum_stored
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.cpu import RowStore, WorkerPool
 from ktransformers.kernels.cpu.expert_store import ExpertStore, Extent, RecordLayout
 from ktransformers.kernels.types import RawTensor
+from ktransformers.profiling.stored_counts import NOTHING_STORED, StoredCounts, sum_stored
 from ktransformers.system.file_kinds import size_of
 from ktransformers.weights.source import MappedExperts
 from ktransformers.weights.stored_experts.mapped import extent_of, mapped_extents

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ktransformers.core import NOTHING_STORED, StoredCounts
+from ktransformers.profiling.stored_counts import NOTHING_STORED, StoredCounts
 
 __all__ = [
     "SCHEMA",

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import msgspec
 
-from ktransformers.core import NOTHING_STORED, FinishReason, StoredCounts
+from ktransformers.core import FinishReason
+from ktransformers.profiling.stored_counts import NOTHING_STORED, StoredCounts
 from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerStats
 
 __all__ = [

@@ -21,9 +21,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from ktransformers.core import FinishReason, sum_stored
+from ktransformers.core import FinishReason
 from ktransformers.errors import KTransformersError
 from ktransformers.profiling.messages import Message
+from ktransformers.profiling.stored_counts import sum_stored
 from ktransformers.scheduler.chunk_watch import ChunkWatch
 from ktransformers.scheduler.commands import (
     Add,

@@ -21,8 +21,9 @@ from struct import Struct
 
 import msgspec
 
-from ktransformers.core import NOTHING_STORED, FinishReason, SamplingParams, StoredCounts, TokenLogprobs
+from ktransformers.core import FinishReason, SamplingParams, TokenLogprobs
 from ktransformers.media.records import MediaItem
+from ktransformers.profiling.stored_counts import NOTHING_STORED, StoredCounts
 from ktransformers.scheduler.tier_records import TierPlan, TierResult, TierStats
 
 __all__ = [

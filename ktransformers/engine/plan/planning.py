@@ -195,11 +195,9 @@ class Planner:
         """Experts on the CPU are in RAM, or in files where that is asked for, or where they do not fit otherwise."""
         config = self.opened.config
         wanted = "ram" if self.is_draft else config.experts_from
-        if wanted == "disk":
-            planned, settled = self._with_files().settled_as_it_is(hardware)
-            if planned.expert_files is not None:
-                return planned, settled
-        planned, settled = self.settled_as_it_is(hardware)  # also where no experts are left to the CPU
+        planned, settled = (self._with_files() if wanted == "disk" else self).settled_as_it_is(hardware)
+        if wanted == "disk" and planned.expert_files is None:  # no experts are left to the CPU
+            planned, settled = self.settled_as_it_is(hardware)
         is_short = planned.plan.total_bytes.get("cpu", 0) > planned.plan.capacity.get("cpu", 0)
         is_divided = config.pipeline > 1 or config.tensor_parallel > 1
         if wanted != "auto" or not is_short or is_divided or not has_files(self.opened):

@@ -16,7 +16,6 @@ import numpy.typing as npt
 import torch
 
 from ktransformers.cache.paged import PagedCache
-from ktransformers.core import NOTHING_STORED, StoredCounts
 from ktransformers.engine.damage.errors import NotFiniteError
 from ktransformers.engine.media.family import PictureFamily
 from ktransformers.engine.media.features import PictureEncoder
@@ -49,6 +48,7 @@ from ktransformers.kernels.cpu.expert_store import ReadError
 from ktransformers.media.records import MEDIA_ID_BASE
 from ktransformers.profiling.messages import StepRecord
 from ktransformers.profiling.recorder import Recorder, Runtime
+from ktransformers.profiling.stored_counts import NOTHING_STORED, StoredCounts
 from ktransformers.scheduler.records import (
     NewSequence,
     PromptLogprobs,

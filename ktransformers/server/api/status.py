@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from ktransformers.core import StoredCounts
+from ktransformers.profiling.stored_counts import StoredCounts
 from ktransformers.scheduler.commands import EngineTotals
 from ktransformers.server.backend.balance_stats import BalanceStats, ClusterStats
 from ktransformers.server.backend.base import BackendStats

@@ -16,13 +16,13 @@ import torch
 from benchmarks.disk.control_group import ControlGroup
 from benchmarks.disk.counters import drop_cache
 from ktransformers.config import EngineConfig
-from ktransformers.core import StoredCounts
 from ktransformers.engine.load.builder import plan_model
 from ktransformers.errors import UnsupportedError, WeightError
 from ktransformers.kernels.cpu import RowStore
 from ktransformers.kernels.cpu.expert_store import ReadError
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.expert_files import ExpertFiles
+from ktransformers.profiling.stored_counts import StoredCounts
 from tests.models.test_qwen4_files import fp8, write_both
 from tests.support.engines.one_sequence import StaticEngine, static_engine
 from tests.support.gguf.qwen4 import write_qwen4_gguf
