@@ -172,8 +172,8 @@ class ExpertFiles:
         return experts, sum_stored([table.counts() for table in self._tables])
 
     def _report_retried(self) -> None:
-        for handle in (self.store.handle, *(table.handle for table in self._tables)):
-            count, why = handle.take_retried()
+        for take in (self.store.handle.take_retried, *(table.handle.take_retried for table in self._tables)):
+            count, why = take()
             if count:
                 others = f", and {count - 1} others" if count > 1 else ""
                 logger.warning("a read failed and was tried again%s: %s", others, why)
