@@ -179,10 +179,11 @@ class PagedExecutor:
             return
         if is_wanted:
             self._complete(held)
-        self._held, self._has_lost_step = None, not is_wanted
+        self._held, self._has_lost_step = None, True  # also where its tokens cannot be looked up: it goes on without
         steps = self.runner.held_steps
         assert steps is not None, "it holds a step"
         steps.release(held.token_ids, is_wanted=is_wanted)
+        self._has_lost_step = not is_wanted
 
     def _complete(self, inputs: StepTensors) -> None:
         """Fill in tokens that the step before has sampled."""
