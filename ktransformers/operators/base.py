@@ -181,13 +181,16 @@ class Requirements:
             self.quant_types.append(shown)
         self.stored_names.update(info.stored_names)
 
-    def add_table(self, source: WeightSource, info: TensorInfo, *, as_stored: bool = False) -> None:
+    def add_table(
+        self, source: WeightSource, info: TensorInfo, *, as_stored: bool = False, kept_nbytes: int = 0
+    ) -> None:
         """Count a table that stays on the CPU, and of which steps read few rows: in a mapped file it takes no memory
-        that others cannot have. as_stored: it stays as it is even where no kernel computes with it.
+        that others cannot have, but for kept_nbytes of its rows. as_stored: it stays as it is even where no kernel
+        computes with it.
         """
         as_stored |= info.stored_type == info.resident_type.name
         is_mapped = as_stored and all(source.stored_bytes(name) is not None for name in info.stored_names)
-        nbytes = 0 if is_mapped else info.nbytes
+        nbytes = min(kept_nbytes, info.nbytes) if is_mapped else info.nbytes
         self.add("cpu", info, nbytes)
         self.looked_up["cpu"] = self.looked_up.get("cpu", 0) + nbytes
         self.in_files += math.prod(info.shape) if is_mapped else 0

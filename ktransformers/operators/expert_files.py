@@ -1,8 +1,8 @@
-"""The experts of a model that stay in its files while it runs, and the store that reads them.
+"""What of a model stays in its files while it runs, experts and tables of n-grams, and the stores that read it.
 
     planned    find: where the experts of each layer are; headers alone are read
-    loaded     begin, add: the layers that are placed so; open: slots in RAM
-    runs       kernels read by the store; fill: what is used most, or was before
+    loaded     begin, add: the layers that are placed so; add_table; open: slots in RAM
+    runs       kernels read by the stores; fill: what is used most, or was before
     over       close
 
 Knows no operators; a layer is the name of its experts' module.
@@ -10,6 +10,7 @@ Knows no operators; a layer is the name of its experts' module.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,14 +20,18 @@ import numpy.typing as npt
 import torch
 
 from ktransformers.errors import UnsupportedError
-from ktransformers.kernels.cpu import WorkerPool
-from ktransformers.kernels.cpu.expert_store import ExpertStore, Extent, RecordLayout, StoreStats
+from ktransformers.kernels.cpu import RowStore, WorkerPool
+from ktransformers.kernels.cpu.expert_store import ExpertStore, Extent, RecordLayout
+from ktransformers.kernels.types import RawTensor
+from ktransformers.profiling.stored_counts import NOTHING_STORED, StoredCounts, sum_stored
 from ktransformers.system.file_kinds import size_of
 from ktransformers.weights.source import MappedExperts
-from ktransformers.weights.stored_experts.mapped import mapped_extents
+from ktransformers.weights.stored_experts.mapped import extent_of, mapped_extents
 from ktransformers.weights.stored_experts.reading import StoredExperts
 
 __all__ = ["ExpertFiles", "ExpertRecords"]
+
+logger = logging.getLogger(__name__)
 
 Scores = Mapping[int, npt.NDArray[np.float64]]
 
@@ -60,7 +65,8 @@ class ExpertFiles:
     packed: StoredExperts | None = None
     _store: ExpertStore | None = field(default=None, init=False)
     _found: dict[tuple[str, RecordLayout], ExpertRecords] = field(default_factory=dict, init=False)
-    _taken: StoreStats | None = field(default=None, init=False)
+    _tables: list[RowStore] = field(default_factory=list, init=False)
+    _taken: tuple[StoredCounts, StoredCounts] = field(default=(NOTHING_STORED, NOTHING_STORED), init=False)
     _num_taken: int = field(default=0, init=False)
     _save: Callable[[Scores], None] | None = field(default=None, init=False)
     _counted_elsewhere: frozenset[int] = field(default=frozenset(), init=False)
@@ -119,7 +125,15 @@ class ExpertFiles:
         for a budget that is too small.
         """
         self.store.open(top_k)
-        self._taken = self.store.stats()
+
+    def add_table(self, parts: Sequence[RawTensor], pool: WorkerPool) -> RowStore:
+        """Return what reads the rows of a table, whose parts are views of the model's mapped files, one behind the
+        other, of one type and width. Raises WeightError for a file that is gone.
+        """
+        index = {path: number for number, path in enumerate(self.files)}
+        extents = [extent_of(part, index) for part in parts]
+        self._tables.append(RowStore(self.files, extents, parts[0].qtype, parts[0].cols, pool))
+        return self._tables[-1]
 
     def fill(
         self,
@@ -142,23 +156,27 @@ class ExpertFiles:
         self.store.fill(known)
         self._save, self._counted_elsewhere = save, frozenset(counted_elsewhere)
 
-    def take(self) -> tuple[int, int, int, float, int]:
-        """Return what is new since the last call: experts of calls that were in RAM, those that were not, bytes read,
-        seconds waited, reads that failed.
-        """
-        assert self._taken is not None, "it is open"
-        before, now = self._taken, self.store.stats()
-        self._taken = now
+    def take(self) -> tuple[StoredCounts, StoredCounts]:
+        """Return what is new since the last call, of experts, each of which counts once a call, and of rows of tables.
+        Logs a line where reads did not succeed at once."""
+        before, self._taken = self._taken, self._counted()
         self._num_taken += 1
         if self._num_taken % _SAVED_EVERY == 0:
             self._save_scores()
-        return (
-            now.hits - before.hits,
-            now.misses - before.misses,
-            now.bytes_read - before.bytes_read,
-            now.waited_seconds - before.waited_seconds,
-            now.read_errors - before.read_errors,
-        )
+        self._report_retried()
+        return sum_stored(self._taken[:1], before[0]), sum_stored(self._taken[1:], before[1])
+
+    def _counted(self) -> tuple[StoredCounts, StoredCounts]:
+        stats = self.store.stats()
+        experts = stats.hits, stats.misses, stats.bytes_read, stats.waited_seconds, stats.read_errors
+        return experts, sum_stored([table.counts() for table in self._tables])
+
+    def _report_retried(self) -> None:
+        for take in (self.store.handle.take_retried, *(table.handle.take_retried for table in self._tables)):
+            count, why = take()
+            if count:
+                others = f", and {count - 1} others" if count > 1 else ""
+                logger.warning("a read failed and was tried again%s: %s", others, why)
 
     def describe(self) -> str:
         """Describe in one line what was found in RAM, read and waited for since the start."""
@@ -170,7 +188,7 @@ class ExpertFiles:
         )
 
     def _save_scores(self) -> None:
-        if self._save is not None and self._taken is not None and self._taken.hits + self._taken.misses:
+        if self._save is not None and any(self._taken[0][:2]):
             scores = {layer: one.numpy() for layer, one in self.store.scores().items()}
             self._save({layer: one for layer, one in scores.items() if layer not in self._counted_elsewhere})
 
@@ -179,4 +197,7 @@ class ExpertFiles:
         if self._store is not None:
             self._save_scores()
             self._save = None
+            self._report_retried()
+            for table in self._tables:
+                table.close()
             self._store.close()

@@ -23,7 +23,7 @@ FILES = "files"
 CHUNK_FROM_DISK = 2048
 """Tokens of a prefill step when nothing is said: each reads all experts that no slot has, however few tokens it has."""
 
-_NOTE = "on the disk, those used most in RAM"
+_NOTE, _ROWS_NOTE = "on the disk, those used most in RAM", "rows are read from the disk"
 _RESERVE, _RESERVED_SHARE = 512 << 20, 1 / 16
 
 
@@ -46,7 +46,7 @@ def with_expert_slots(plan: Plan, asked_nbytes: int, top_k: int) -> Plan:
     reserve = _RESERVE + int(_RESERVED_SHARE * plan.capacity.get("cpu", 0))
     least = min(least_store_nbytes(records, top_k), plan.stored_experts)
     nbytes = max(min(asked_nbytes or left - reserve, most), least)
-    entries = tuple(_noted(entry) if entry.stored_experts else entry for entry in plan.entries)
+    entries = tuple(_noted(entry) for entry in plan.entries)
     return replace(plan, entries=entries, extra_bytes={**plan.extra_bytes, EXPERT_SLOTS: {"cpu": nbytes}})
 
 
@@ -57,7 +57,8 @@ def on_gpus(plan: Plan) -> int:
 
 
 def _noted(entry: PlanEntry) -> PlanEntry:
-    return replace(entry, note="; ".join(part for part in (entry.note, _NOTE) if part))
+    said = _NOTE if entry.stored_experts else _ROWS_NOTE if entry.in_files else ""
+    return replace(entry, note="; ".join(part for part in (entry.note, said) if part)) if said else entry
 
 
 def _num_experts(plan: Plan, entry: PlanEntry) -> int:

@@ -197,10 +197,13 @@ class Joiner:
             "gpu_us": None if gpu_ns is None else {part: round(ns / 1e3, 1) for part, ns in gpu_ns.items()},
             "experts": _experts(found.calls),
         }
-        hits, misses, nbytes, waited, errors = step.stored
-        if hits or misses:
-            counts = {"hits": hits, "misses": misses, "bytes": nbytes, "wait_us": round(waited * 1e6, 1)}
-            line["stored"] = counts | {"errors": errors}
+        for name, (hits, misses, nbytes, waited, errors) in (
+            ("stored", step.stored),
+            ("stored_rows", step.stored_rows),
+        ):
+            if hits or misses:
+                counts = {"hits": hits, "misses": misses, "bytes": nbytes, "wait_us": round(waited * 1e6, 1)}
+                line[name] = counts | {"errors": errors}
         ops, per_layer = found.ops, None
         critical = critical_ns(ops)
         if (ops["layer"] >= 0).any():

@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from ktransformers.profiling.stored_counts import NOTHING_STORED, StoredCounts
+
 __all__ = [
     "SCHEMA",
     "SCHEMA_VERSION",
@@ -38,8 +40,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A record of a step that an engine has run.
 
     sampled: (request, flattened row that its next token was sampled from).
-    sampling_ns: all of sampling, which native records of sampling lie within; None: not looked at. stored: of experts
-    in files, see StepResult.
+    sampling_ns: all of sampling, which native records of sampling lie within; None: not looked at. stored, stored_rows:
+    of experts in files and of rows of tables in files, see StepResult.
     """
 
     epoch: int
@@ -51,7 +53,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_seqs: int
     sampled: Sequence[tuple[str, int]]
     sampling_ns: int | None = None
-    stored: tuple[int, int, int, float, int] = (0, 0, 0, 0.0, 0)
+    stored: StoredCounts = NOTHING_STORED
+    stored_rows: StoredCounts = NOTHING_STORED
 
 
 class GpuTimes(msgspec.Struct, frozen=True):

@@ -246,7 +246,8 @@ def _step_columns(meta: Meta) -> dict[str, ColumnSpec]:
         for name in ("busy_us", "idle_us", "wait_us", "num_threads")
     }
     stored = {
-        f"stored_{name}": ColumnSpec("stored", dict[str, float] | None, _key_of(name), None)
+        f"{of}_{name}": ColumnSpec(of, dict[str, float] | None, _key_of(name), None)
+        for of in ("stored", "stored_rows")
         for name in ("hits", "misses", "bytes", "wait_us")
     }
     return {

@@ -11,6 +11,7 @@ from dataclasses import replace
 import msgspec
 
 from ktransformers.core import FinishReason
+from ktransformers.profiling.stored_counts import NOTHING_STORED, StoredCounts
 from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerStats
 
 __all__ = [
@@ -98,11 +99,8 @@ class EngineTotals(msgspec.Struct):
     num_hot_hits: int = 0  # of those, experts that had a slot
     num_hot_uploads: int = 0
     hot_upload_bytes: int = 0
-    num_stored_hits: int = 0  # experts in files that steps used, once a call, and found in RAM
-    num_stored_misses: int = 0  # those that were read
-    stored_bytes_read: int = 0
-    stored_seconds_waited: float = 0.0
-    num_stored_errors: int = 0  # reads that failed
+    stored: StoredCounts = NOTHING_STORED  # of experts in files that steps used, each once a call
+    stored_rows: StoredCounts = NOTHING_STORED  # of rows of tables in files
 
 
 class EngineLoss(msgspec.Struct, frozen=True):

@@ -24,6 +24,7 @@ import msgspec
 from ktransformers.core import FinishReason
 from ktransformers.errors import KTransformersError
 from ktransformers.profiling.messages import Message
+from ktransformers.profiling.stored_counts import sum_stored
 from ktransformers.scheduler.chunk_watch import ChunkWatch
 from ktransformers.scheduler.commands import (
     Add,
@@ -206,12 +207,8 @@ class SchedulerDriver:
         totals.num_hot_hits += hits
         totals.num_hot_uploads += uploads
         totals.hot_upload_bytes += upload_bytes
-        found, missed, nbytes, seconds, errors = result.stored
-        totals.num_stored_hits += found
-        totals.num_stored_misses += missed
-        totals.stored_bytes_read += nbytes
-        totals.stored_seconds_waited += seconds
-        totals.num_stored_errors += errors
+        totals.stored = sum_stored([totals.stored, result.stored])
+        totals.stored_rows = sum_stored([totals.stored_rows, result.stored_rows])
 
     def fail_step(self, plan: StepPlan, error: str) -> list[str]:
         """End the requests of a step that failed with `error`; all others begin anew, for the cache may hold anything.

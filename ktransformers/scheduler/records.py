@@ -23,6 +23,7 @@ import msgspec
 
 from ktransformers.core import FinishReason, SamplingParams, TokenLogprobs
 from ktransformers.media.records import MediaItem, Sight, sight_salt
+from ktransformers.profiling.stored_counts import NOTHING_STORED, StoredCounts
 from ktransformers.scheduler.tier_records import TierPlan, TierResult, TierStats
 
 __all__ = [
@@ -196,8 +197,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     showing the drafter what was computed. experts: (token, expert) pairs computed, layer calls, distinct experts of
     each call, added up; of this step. expert_counts: the rows of each expert, see `counts_in`. hot: what is new of
     experts in slots of GPUs: those that decode steps used, those of them that had a slot, uploads, bytes of these.
-    stored: what is new of experts in files: those of calls that were in RAM, those that were not, bytes read, seconds
-    waited for them, reads that failed.
+    stored: what is new of experts in files, each of which counts once a call; stored_rows: of rows of tables in files.
     failed: (run, why) of rows whose pictures or experts cannot be had: what was computed of them is of no use. tiers:
     None without any. recovering: True of no step: the engine has lost its cache and all steps that it was sent, and
     computes none until the same comes with False.
@@ -212,7 +212,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     experts: tuple[int, int, int] = (0, 0, 0)
     expert_counts: bytes = b""
     hot: tuple[int, int, int, int] = (0, 0, 0, 0)
-    stored: tuple[int, int, int, float, int] = (0, 0, 0, 0.0, 0)
+    stored: StoredCounts = NOTHING_STORED
+    stored_rows: StoredCounts = NOTHING_STORED
     failed: Sequence[tuple[int, str]] = ()
     tiers: TierResult | None = None
     recovering: bool | None = None

@@ -301,6 +301,12 @@ StoreStats ExpertStore::stats() {
   return stats_;
 }
 
+std::pair<int64_t, std::string> ExpertStore::take_retried() {
+  if (is_forked()) return {};
+  const std::lock_guard<std::mutex> lock(shared_->mutex);
+  return files_ == nullptr ? std::pair<int64_t, std::string>() : files_->take_retried();
+}
+
 std::vector<double> ExpertStore::scores() {
   const std::lock_guard<std::mutex> lock(shared_->mutex);
   return scores_ == nullptr ? std::vector<double>(static_cast<size_t>(num_records_)) : scores_->remembered();

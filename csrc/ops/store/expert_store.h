@@ -27,12 +27,6 @@
 
 namespace kt {
 
-// An expert cannot be read now; it is tried again when it is asked for again.
-class ReadError : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
-};
-
 // The budget is too small.
 class StoreTooSmall : public std::runtime_error {
  public:
@@ -83,6 +77,7 @@ class ExpertStore {
   std::vector<double> scores();
   // (layer, expert) in slots, by slot; for tests.
   std::vector<std::pair<int64_t, int64_t>> held();
+  std::pair<int64_t, std::string> take_retried();  // see StoreFiles
   bool is_direct(int32_t file) const { return files_->is_direct(file); }
   Reader& reader() { return *reader_; }  // of an open store
 

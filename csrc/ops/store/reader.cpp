@@ -21,7 +21,12 @@ constexpr int64_t kHugePage = int64_t{2} << 20;
 
 int64_t round_up(int64_t bytes, int64_t unit) { return (bytes + unit - 1) / unit * unit; }
 
+int64_t block_of(int64_t offset) { return offset / kDiskBlock * kDiskBlock; }
+
 std::string reason() { return std::strerror(errno); }
+
+// Whether a read that failed so may succeed at the next try: a cable, a network, a signal.
+bool may_pass(int error) { return error == EIO || error == EINTR || error == EAGAIN || error == ETIMEDOUT; }
 
 int64_t mtime_of(const struct stat& about) {
 #if defined(__APPLE__)
@@ -120,22 +125,35 @@ void StoreFiles::check_unchanged(const File& file) const {
                              "too), or load the model again");
 }
 
+std::pair<int64_t, std::string> StoreFiles::take_retried() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::exchange(retried_, {});
+}
+
+int64_t StoreFiles::disk_bytes(const Extent& extent) {
+  return round_up(extent.offset + extent.nbytes - block_of(extent.offset), kDiskBlock);
+}
+
 const uint8_t* StoreFiles::read(const Extent& extent, uint8_t* room) const {
   const File& file = files_[static_cast<size_t>(extent.file)];
-  const int64_t begin = extent.offset / kDiskBlock * kDiskBlock, needed = extent.offset + extent.nbytes - begin,
-                wanted = round_up(needed, kDiskBlock);
+  const int64_t begin = block_of(extent.offset), needed = extent.offset + extent.nbytes - begin,
+                wanted = disk_bytes(extent);
+  int tries = kMoreTries;
   for (int64_t done = 0; done < needed;) {
     const ssize_t got = pread(file.fd, room + done, static_cast<size_t>(wanted - done), begin + done);
-    if (got < 0 && errno == EINTR) continue;
-    if (got < 0)
-      throw std::runtime_error(file.path + " cannot be read at " + std::to_string(begin + done) + ": " + reason());
-    const int64_t next = done + got >= needed ? done + got : (done + got) / kDiskBlock * kDiskBlock;
-    if (next <= done) {  // as much again would come the next time
-      check_unchanged(file);
-      throw std::runtime_error(file.path + " cannot be read at " + std::to_string(begin + done) + ": only " +
-                               std::to_string(got) + " bytes of " + std::to_string(needed - done) + " came");
+    const bool passes = got >= 0 || may_pass(errno);
+    const int64_t next = got < 0 ? done : done + got >= needed ? done + got : block_of(done + got);
+    if (next > done) {
+      done = next;
+      continue;
     }
-    done = next;
+    const std::string why =
+        file.path + " cannot be read at " + std::to_string(begin + done) + ": " +
+        (got < 0 ? reason() : "only " + std::to_string(got) + " bytes of " + std::to_string(needed - done) + " came");
+    if (got >= 0) check_unchanged(file);
+    if (!passes || tries-- == 0) throw std::runtime_error(why);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    retried_ = {retried_.first + 1, why};
   }
 #if defined(POSIX_FADV_DONTNEED)
   if (!file.is_direct) static_cast<void>(posix_fadvise(file.fd, begin, wanted, POSIX_FADV_DONTNEED));
@@ -256,7 +274,7 @@ void Reader::read_piece(const Request& request, const Piece& piece, uint8_t* roo
     const int slowness = slowness_.load(std::memory_order_relaxed);
     for (int64_t i = slowness > 1 ? (extent.offset / kDiskBlock * 40503 >> 4) % slowness : 0; i > 0; --i)
       files_.read(extent, place);
-    bytes_read_.fetch_add(extent.nbytes, std::memory_order_relaxed);
+    bytes_read_.fetch_add(StoreFiles::disk_bytes(extent), std::memory_order_relaxed);
     return files_.read(extent, place);
   };
   if (piece.part < 0) {

@@ -11,7 +11,9 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
 #include <string>
+#include <utility>
 #include <thread>
 #include <vector>
 
@@ -20,6 +22,12 @@
 namespace kt {
 
 constexpr int64_t kDiskBlock = 4096;  // what O_DIRECT wants offsets, sizes and addresses to be multiples of, at most
+
+// What is in a file cannot be read now; it is tried again when it is asked for again.
+class ReadError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
 
 // Bytes of a file.
 struct Extent {
@@ -75,8 +83,12 @@ class StoreFiles {
   // Returns where in `room` the bytes are: at its beginning if the offset is a multiple of kDiskBlock. room: aligned to
   // kDiskBlock, of room_for(nbytes) bytes or, if offset and size are multiples too, of nbytes. Throws
   // std::runtime_error that names the file and says what happened: it cannot be read, ends too early, or is not what it
-  // was when it was opened.
+  // was when it was opened. What may pass, an I/O error or nothing that comes, is tried again kMoreTries times.
   const uint8_t* read(const Extent& extent, uint8_t* room) const;
+  // How many reads were tried again since the last call, and what was wrong with the last one of them.
+  std::pair<int64_t, std::string> take_retried() const;
+  // Bytes of the blocks in which an extent lies, which is what a disk reads.
+  static int64_t disk_bytes(const Extent& extent);
   static int64_t room_for(int64_t nbytes) { return (nbytes + 2 * kDiskBlock - 1) / kDiskBlock * kDiskBlock; }
 
  private:
@@ -86,8 +98,11 @@ class StoreFiles {
     int64_t nbytes, mtime_ns;
     bool is_direct;
   };
+  static constexpr int kMoreTries = 2;
   void check_unchanged(const File& file) const;
   std::vector<File> files_;
+  mutable std::mutex mutex_;  // guards what was tried again
+  mutable std::pair<int64_t, std::string> retried_;
 };
 
 // One record to be read.

@@ -194,12 +194,12 @@ class Planner:
         """Experts on the CPU are in RAM, or in files where that is asked for, or where they do not fit otherwise."""
         config = self.opened.config
         wanted = "ram" if self.is_draft else config.experts_from
-        if wanted == "disk":
-            return self._with_files().plan_or_cpu(hardware)
-        planned, settled = self.plan_or_cpu(hardware)
+        planned, settled = (self._with_files() if wanted == "disk" else self).plan_or_cpu(hardware)
+        if wanted == "disk" and planned.expert_files is None:  # no experts are left to the CPU
+            planned, settled = self.plan_or_cpu(hardware)
         is_short = planned.plan.total_bytes.get("cpu", 0) > planned.plan.capacity.get("cpu", 0)
         is_divided = config.pipeline > 1 or config.tensor_parallel > 1
-        if wanted == "ram" or not is_short or is_divided or not has_files(self.opened):
+        if wanted != "auto" or not is_short or is_divided or not has_files(self.opened):
             return planned, settled
         try:
             instead, on = self._with_files().plan_or_cpu(hardware)

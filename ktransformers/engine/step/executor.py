@@ -169,10 +169,11 @@ class PagedExecutor:
             return
         if is_wanted:
             self._complete(held)
-        self._held, self._has_lost_step = None, not is_wanted
+        self._held, self._has_lost_step = None, True  # also where its tokens cannot be looked up: it goes on without
         steps = self.runner.held_steps
         assert steps is not None, "it holds a step"
         steps.release(held.batch.token_ids, is_wanted=is_wanted)
+        self._has_lost_step = not is_wanted
 
     def _complete(self, inputs: StepTensors) -> None:
         """Fill in tokens that the step before has sampled."""
@@ -231,7 +232,8 @@ class PagedExecutor:
                 raise
             logger.error("a step failed, and the answers that were in it end: %s", error)
             self._previous = [0] * sum(row.is_sampled for row in plan.rows)
-            return msgspec.structs.replace(unread_result(plan, str(error)), stored=self.experts.take_stored())
+            stored, stored_rows = self.experts.take_stored()
+            return msgspec.structs.replace(unread_result(plan, str(error)), stored=stored, stored_rows=stored_rows)
 
     def _computed(self, plan: StepPlan, meanwhile: Callable[[], None] | None) -> StepResult:
         began_ns = time.monotonic_ns()
@@ -265,11 +267,11 @@ class PagedExecutor:
         observing_ns = time.monotonic_ns()
         if self.drafter is not None and plan.is_observed:
             self.drafter.observe(computed_rows(rows, inputs, results))
-        ended_ns, stored = time.monotonic_ns(), self.experts.take_stored()
+        ended_ns, (stored, stored_rows) = time.monotonic_ns(), self.experts.take_stored()
         if recorder is not None:
             drawn = [sum(1 for _ in result.tokens) for result in results]
             record = self._record(plan, kept, drawn, (began_ns, ended_ns, sampling_ns), recorder.epoch)
-            recorder.end_step(msgspec.structs.replace(record, stored=stored))
+            recorder.end_step(msgspec.structs.replace(record, stored=stored, stored_rows=stored_rows))
         return StepResult(
             step_id=plan.step_id,
             results=results,
@@ -281,6 +283,7 @@ class PagedExecutor:
             expert_counts=counts,
             hot=self.experts.hot.take(),
             stored=stored,
+            stored_rows=stored_rows,
             failed=[(row.run_id, run.failure) for row, run in zip(rows, inputs.runs, strict=True) if run.failure],
             tiers=self._tier_result((ended_ns - copied_ns) / 1e9),
         )

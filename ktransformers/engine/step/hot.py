@@ -31,6 +31,7 @@ from ktransformers.operators.experts.split import PrefillRates
 from ktransformers.operators.experts.streamed import ExpertPrefill, PrefillLayer
 from ktransformers.optimize.hot_slots import HotSlots
 from ktransformers.optimize.plan import Plan
+from ktransformers.profiling.stored_counts import NOTHING_STORED, StoredCounts
 from ktransformers.system.file_kinds import size_of
 
 __all__ = ["HotGpu", "HotService", "StepExperts", "open_hot"]
@@ -204,9 +205,9 @@ class StepExperts:
         pairs, calls, distinct = (now - then for now, then in zip(self._counted, before, strict=True))
         return (pairs, calls, distinct), self._stats.take_counts()
 
-    def take_stored(self) -> tuple[int, int, int, float, int]:
-        """Return StepResult.stored since the last call."""
-        return (0, 0, 0, 0.0, 0) if self._files is None else self._files.take()
+    def take_stored(self) -> tuple[StoredCounts, StoredCounts]:
+        """Return StepResult.stored and stored_rows since the last call."""
+        return (NOTHING_STORED, NOTHING_STORED) if self._files is None else self._files.take()
 
 
 def _costs(rates: PrefillRates | None) -> HotCosts:

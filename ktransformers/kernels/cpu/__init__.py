@@ -37,6 +37,7 @@ from ktransformers.kernels.cpu.packing import (
 )
 from ktransformers.kernels.cpu.paged_attention import MAX_BF16_DIMS, attention
 from ktransformers.kernels.cpu.products import batched_linear, linear
+from ktransformers.kernels.cpu.row_store import ROW_CACHE_NBYTES, RowStore
 from ktransformers.kernels.cpu.rows import activate, dequantize_rows, gather_rows, rms_norm
 from ktransformers.kernels.cpu.topk_positions import MAX_INDEX_HEADS, select_topk_positions
 
@@ -46,9 +47,11 @@ __all__ = [
     "NATIVE_TYPES",
     "PACKED_TYPES",
     "REBUILD",
+    "ROW_CACHE_NBYTES",
     "ExpertStore",
     "Isa",
     "MoeKernel",
+    "RowStore",
     "WorkerPool",
     "activate",
     "active_isa",

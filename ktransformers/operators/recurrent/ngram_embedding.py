@@ -9,9 +9,10 @@
 
 The convolution looks N, 2 N, ... rows back. Both it and the last tokens are states of a sequence like those of any
 recurrent layer: shifted rows, which the kernel for short convolutions moves along (a shift is one with a single tap).
-The table is large and stays where its file is mapped; only rows that are asked for are read. Tokens are known to the
-CPU alone, so that it looks up, whatever device the layer is on: with a GPU before the step, as embeddings of tokens are
-(engine.step.lookup), and the layer gets what was found in the place of token ids.
+The table is large and stays in its file, of which only rows are read that are asked for: where it is mapped, or, if the
+model's experts stay in files too, by a store of rows, since what is mapped needs memory that the experts have. Tokens
+are known to the CPU alone, so that it looks up, whatever device the layer is on: with a GPU before the step, as
+embeddings of tokens are (engine.step.lookup), and the layer gets what was found in the place of token ids.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from ktransformers.operators.device import CPU, to_input
 from ktransformers.operators.recurrent.base import RecurrentOperator
 from ktransformers.operators.recurrent.scans import Scans
 from ktransformers.operators.wrapper import DenseState
+from ktransformers.weights.mapped_file import place_in_file
 from ktransformers.weights.source import WeightSource
 
 __all__ = ["KPerLayerEmbedding"]
@@ -57,7 +59,7 @@ class KPerLayerEmbedding(RecurrentOperator):
     of ids what was looked up for all layers, [1, T, C], of which its own columns are the E from `column` on.
     """
 
-    OPS: ClassVar[dict[str, str]] = {"KPerLayerEmbedding": "rows of a mapped table, shifted rows as states"}
+    OPS: ClassVar[dict[str, str]] = {"KPerLayerEmbedding": "rows of a table in a file, shifted rows as states"}
     OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset({"ple_embedding", "conv1d"})
     CHILDREN: ClassVar[tuple[frozenset[str], ...]] = (
         frozenset({"ple_embedding", "key_proj", "value_proj", "norm_key", "norm_query", "norm_conv", "conv1d"}),
@@ -78,6 +80,7 @@ class KPerLayerEmbedding(RecurrentOperator):
         self._offsets = torch.tensor(grams.head_offsets, dtype=torch.int64).view(self.ngram_size - 1, -1)
         self._table_shape = tuple(grams.ngram_embedding.weight.shape)
         self._parts: list[RawTensor] = []
+        self._rows: cpu.RowStore | None = None  # reads them; None: where they are mapped
         self._fp8_scale: float | None = None  # of a table in FP8, whose parts are its bytes
         self._lookup = Scans(CPU, config.pool)
         self.column = 0  # the first one of what is looked up for it, among what is for all layers
@@ -121,7 +124,8 @@ class KPerLayerEmbedding(RecurrentOperator):
     def requirements(self, source: WeightSource) -> Requirements:
         needs = super().requirements(source)
         info = expect_shape(source.find(self._table_name), self._table_name, self._table_shape)
-        needs.add_table(source, info, as_stored=info.stored_type == _FP8)
+        kept = 0 if self.config.expert_files is None else cpu.ROW_CACHE_NBYTES
+        needs.add_table(source, info, as_stored=info.stored_type == _FP8, kept_nbytes=kept)
         needs.stored_names.update(name for name, _ in self._computed(source))
         needs.stored_names.update(self._scale_names(source))
         return needs
@@ -144,6 +148,9 @@ class KPerLayerEmbedding(RecurrentOperator):
             self._load_fp8(source, shards or [name for name in info.stored_names if not name.endswith(_SCALE)])
         else:
             self._parts = [source.tensor(name) for name in shards or [self._table_name]]
+        files = self.config.expert_files
+        if files is not None and all(place_in_file(part.data) is not None for part in self._parts):
+            self._rows = files.add_table(self._parts, self.config.require_pool())
 
     # A step.
 
@@ -156,13 +163,18 @@ class KPerLayerEmbedding(RecurrentOperator):
         states = self._states_of(context)
         assert context.states is not None, "the cache has states, and the step names none"
         numbers = self._ngrams(ids, states, context.states)
-        flat, pool = None if out is None else out.view(-1, self._table_shape[1]), self.config.require_pool()
+        flat = None if out is None else out.view(-1, self._table_shape[1])
         if self._fp8_scale is None:
-            return cpu.gather_rows(self._parts, numbers.flatten(), pool, flat).view(len(ids), -1)
-        pairs = cpu.gather_rows(self._parts, numbers.flatten(), pool).view(torch.int32) >> 16
+            return self._gather(numbers.flatten(), flat).view(len(ids), -1)
+        pairs = self._gather(numbers.flatten()).view(torch.int32) >> 16
         codes = pairs.to(torch.int16).view(torch.float8_e4m3fn)
         rows = torch.mul(codes.float(), self._fp8_scale, out=flat)
         return rows.view(len(ids), -1)
+
+    def _gather(self, numbers: Tensor, out: Tensor | None = None) -> Tensor:
+        if self._rows is not None:
+            return self._rows.gather(numbers, out)
+        return cpu.gather_rows(self._parts, numbers, self.config.require_pool(), out)
 
     def _load_fp8(self, source: WeightSource, shards: list[str]) -> None:
         """Take the bytes of a table in FP8, two of them for a BF16 number: they come back as they are. One scale is for

@@ -156,13 +156,15 @@ def _tiles(profile: Profile, sums: StepSums, found: dict[str, Quantiles]) -> lis
 
 
 def _stored_tiles(profile: Profile) -> list[tuple[str, str]]:
-    """Of experts in files, where there are any."""
-    columns = profile.steps.read("stored_hits", "stored_misses", "stored_bytes", "stored_wait_us")
-    hits, misses, nbytes, micros = (float(np.nansum(columns[name])) for name in columns)
-    if not hits + misses:
-        return []
-    return [
-        ("experts found in RAM", number(100 * hits / (hits + misses), "%")),
-        ("of them read from the disk", number(nbytes / 1e9, "GB")),
-        ("waited for the disk", number(micros / 1e6, "s")),
-    ]
+    """Of experts in files, and of rows of tables, where there are any."""
+    tiles = list[tuple[str, str]]()
+    for of, what in (("stored", "experts"), ("stored_rows", "rows of tables")):
+        columns = profile.steps.read(*(f"{of}_{name}" for name in ("hits", "misses", "bytes", "wait_us")))
+        hits, misses, nbytes, micros = (float(np.nansum(columns[name])) for name in columns)
+        if hits + misses:
+            tiles += [
+                (f"{what} found in RAM", number(100 * hits / (hits + misses), "%")),
+                ("of them read from the disk", number(nbytes / 1e9, "GB")),
+                ("waited for the disk", number(micros / 1e6, "s")),
+            ]
+    return tiles

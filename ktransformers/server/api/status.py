@@ -9,6 +9,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from ktransformers.profiling.stored_counts import StoredCounts
+from ktransformers.scheduler.commands import EngineTotals
 from ktransformers.server.backend.balance_stats import BalanceStats, ClusterStats
 from ktransformers.server.backend.base import BackendStats
 from ktransformers.server.responses import ApiResponse
@@ -81,17 +83,9 @@ def _hot_experts(stats: BackendStats) -> dict[str, int] | None:
     }
 
 
-def _stored_experts(stats: BackendStats) -> dict[str, int | float] | None:
-    if not isinstance(stats, BalanceStats) or not stats.engine.num_stored_hits + stats.engine.num_stored_misses:
-        return None
-    engine = stats.engine
-    return {
-        "hits": engine.num_stored_hits,
-        "misses": engine.num_stored_misses,
-        "read_bytes": engine.stored_bytes_read,
-        "wait_seconds": engine.stored_seconds_waited,
-        "read_errors": engine.num_stored_errors,
-    }
+def _stored(counts: StoredCounts) -> dict[str, int | float] | None:
+    names = ("hits", "misses", "read_bytes", "wait_seconds", "read_errors")
+    return dict(zip(names, counts, strict=True)) if sum(counts[:2]) else None
 
 
 def _replicas(stats: BackendStats) -> list[dict[str, Any]] | None:
@@ -115,6 +109,7 @@ def _replicas(stats: BackendStats) -> list[dict[str, Any]] | None:
 
 def _status(service: Service) -> dict[str, Any]:
     stats, (speed, memory) = service.backend.stats(), service.speed.read()
+    totals = stats.engine if isinstance(stats, BalanceStats) else EngineTotals()
     return {
         "model": service.model_names[0],
         "description": service.backend.model.description if service.backend.is_ready else None,
@@ -137,7 +132,8 @@ def _status(service: Service) -> dict[str, Any]:
         "memory": memory,
         "experts": _experts(stats),
         "hot_experts": _hot_experts(stats),
-        "stored_experts": _stored_experts(stats),
+        "stored_experts": _stored(totals.stored),
+        "stored_rows": _stored(totals.stored_rows),
         "replicas": _replicas(stats),
         "models": None if service.group is None else service.group.described(),
         "requests": service.recent.described(),

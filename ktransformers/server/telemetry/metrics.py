@@ -22,6 +22,13 @@ from ktransformers.server.backend.base import BackendInterfaceBase
 __all__ = ["Counts", "Metrics", "Refusals", "render_together"]
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1200.0)
+_STORED = {
+    "hits": "Of {} in files that steps used: found in RAM.",
+    "misses": "Of {} in files that steps used: had to be read.",
+    "read_bytes": "Read from files of {}.",
+    "wait_seconds": "Time that steps waited for {} from files.",
+    "read_errors": "Reads of {} that failed.",
+}
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
 
@@ -107,14 +114,12 @@ class _BackendCollector(Collector):
             ("upload_bytes", "Copied to slots.", engine.hot_upload_bytes),
         ):
             yield self._counter(f"ktransformers:hot_expert_{name}", text, value)
-        for name, text, count in (
-            ("hits", "Experts in files that steps used, and found in RAM.", engine.num_stored_hits),
-            ("misses", "Experts in files that steps used, and had to read.", engine.num_stored_misses),
-            ("read_bytes", "Read from files of experts.", engine.stored_bytes_read),
-            ("wait_seconds", "Time that steps waited for experts from files.", engine.stored_seconds_waited),
-            ("read_errors", "Reads of experts that failed.", engine.num_stored_errors),
+        for kind, what, counts in (
+            ("expert", "experts", engine.stored),
+            ("row", "rows of tables", engine.stored_rows),
         ):
-            yield self._counter(f"ktransformers:stored_expert_{name}", text, count)
+            for (name, text), count in zip(_STORED.items(), counts, strict=True):
+                yield self._counter(f"ktransformers:stored_{kind}_{name}", text.format(what), count)
 
     def _of_tiers(self, tiers: TierStats) -> Iterator[Metric]:
         for tier, used, most in (

@@ -11,7 +11,7 @@ from ktransformers.kernels.types import RawTensor
 from ktransformers.weights.mapped_file import place_in_file
 from ktransformers.weights.source import MappedExperts
 
-__all__ = ["mapped_extents"]
+__all__ = ["extent_of", "mapped_extents"]
 
 
 def mapped_extents(experts: MappedExperts, files: Sequence[Path]) -> list[list[Extent]]:
@@ -24,10 +24,11 @@ def mapped_extents(experts: MappedExperts, files: Sequence[Path]) -> list[list[E
         raise UnsupportedError(f"{experts.why_not}; pack the model first: ktransformers pack MODEL")
     index = {path: number for number, path in enumerate(files)}
     parts = [part for part in (experts.gate, experts.up, experts.down) if part is not None]
-    return [[_extent(matrix, index) for matrix in matrices] for matrices in zip(*parts, strict=True)]
+    return [[extent_of(matrix, index) for matrix in matrices] for matrices in zip(*parts, strict=True)]
 
 
-def _extent(matrix: RawTensor, index: Mapping[Path, int]) -> Extent:
+def extent_of(matrix: RawTensor, index: Mapping[Path, int]) -> Extent:
+    """Return where a view of a mapped file lies. index: number of each file, which is the extent's `path_index`."""
     place = place_in_file(matrix.data)
     assert place is not None, "views of mapped files"
     return Extent(index[place[0]], place[1], matrix.nbytes)

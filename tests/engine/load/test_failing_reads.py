@@ -1,8 +1,12 @@
-"""Experts in files whose disk fails: the answer ends with an error that names the file, and the next one is right."""
+"""Experts in files whose disk fails: what fails once is read again; else the answer ends with an error that names the
+file, and the next one is right.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,11 +18,12 @@ from tests.support.faults.reads import ReadFaults
 from tests.support.models.tiny_models import tiny_config
 
 ANSWERS = """
-import json, sys
+import json, logging, sys
 from ktransformers import LLM
 from ktransformers.errors import EngineError
 
 if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING, format="logged %(message)s", stream=sys.stdout)
     options = {"cpu_infer": 1, "cache_lens": 128, "experts_from": "disk", "experts_ram": 0.012}
     with LLM(sys.argv[1], **options) as llm:
         for _ in sys.stdin:
@@ -39,12 +44,15 @@ def test_an_answer_ends_and_the_next_one_is_right(read_faults: Callable[[Path], 
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=faults.environment()) as child:
         assert child.stdin is not None
         assert child.stdout is not None
-        sent, said = child.stdin, child.stdout
+        sent, said, logged = child.stdin, child.stdout, list[str]()
 
         def ask() -> object:
             sent.write("\n")
             sent.flush()
-            line = next(line for line in said if line.startswith("answer "))
+            for line in said:
+                if line.startswith("answer "):
+                    break
+                logged.append(line)
             return json.loads(line.removeprefix("answer "))
 
         right, reads = ask(), faults.num_reads
@@ -57,7 +65,15 @@ def test_an_answer_ends_and_the_next_one_is_right(read_faults: Callable[[Path], 
         assert faults.num_faults > 0
         faults.heal()
         assert ask() == right
-        faults.fail(after=20, times=1)
+        for error_number in (errno.EIO, errno.EINTR):
+            logged.clear()
+            faults.fail(after=20, times=2, error=error_number)  # of one read, or of two
+            assert ask() == right
+            again = [line for line in logged if "a read failed and was tried again" in line]
+            assert len(again) == 1  # both in the same step
+            assert f"{path} cannot be read at" in again[0]
+            assert os.strerror(error_number) in again[0]
+        faults.fail(after=20, times=1, error=errno.ENOSPC)
         assert isinstance(ask(), str)
         assert ask() == right
         before = faults.num_faults
