@@ -39,7 +39,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     sampled: (request, flattened row that its next token was sampled from).
     sampling_ns: all of sampling, which native records of sampling lie within; None: not looked at. stored: of experts
-    in files, see StepResult.
+    in files, see StepResult. has_failed: whether it came to nothing, because experts could not be read.
     """
 
     epoch: int
@@ -52,6 +52,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sampled: Sequence[tuple[str, int]]
     sampling_ns: int | None = None
     stored: tuple[int, int, int, float, int] = (0, 0, 0, 0.0, 0)
+    has_failed: bool = False
 
 
 class GpuTimes(msgspec.Struct, frozen=True):

@@ -157,12 +157,14 @@ def _tiles(profile: Profile, sums: StepSums, found: dict[str, Quantiles]) -> lis
 
 def _stored_tiles(profile: Profile) -> list[tuple[str, str]]:
     """Of experts in files, where there are any."""
-    columns = profile.steps.read("stored_hits", "stored_misses", "stored_bytes", "stored_wait_us")
-    hits, misses, nbytes, micros = (float(np.nansum(columns[name])) for name in columns)
+    columns = profile.steps.read("stored_hits", "stored_misses", "stored_bytes", "stored_wait_us", "failed")
+    hits, misses, nbytes, micros, failed = (float(np.nansum(columns[name])) for name in columns)
+    tiles = [("steps that failed", f"{failed:,.0f}")] if failed else []
     if not hits + misses:
-        return []
+        return tiles
     return [
         ("experts found in RAM", number(100 * hits / (hits + misses), "%")),
         ("of them read from the disk", number(nbytes / 1e9, "GB")),
         ("waited for the disk", number(micros / 1e6, "s")),
+        *tiles,
     ]

@@ -235,6 +235,26 @@ def test_a_profile_has_what_was_found_read_and_waited_for(demo: Path, tmp_path: 
     assert "experts found in RAM" in (tmp_path / "report.html").read_text()
 
 
+def test_a_profile_marks_a_step_that_failed(demo: Path, expected: list[list[int]], tmp_path: Path) -> None:
+    """Which has a line, and no tokens; those behind it are all there."""
+    with opened(demo, experts_from="disk", experts_ram=1e-6, profile=tmp_path / "profile") as llm:
+        files_of(llm).store.handle._fail_next(1)
+        with pytest.raises(EngineError, match=r"demo\.gguf"):
+            answers(llm)
+        assert answers(llm) == expected
+    profile = load(tmp_path / "profile")
+    steps = profile.steps.read("step", "failed", "sampled", "rows")
+    (failed,) = np.flatnonzero(steps["failed"])
+    assert (steps["sampled"][failed], steps["rows"][failed] > 0) == (0, True)
+    assert set(np.arange(steps["step"].max()) + 1) == set(steps["step"])
+    tokens = profile.tokens.read("step", "token", "experts")
+    assert steps["step"][failed] not in tokens["step"]
+    assert sorted(tokens["token"]) == sorted(token for answer in expected for token in answer)
+    assert (tokens["experts"] >= 0).all()
+    write_report(profile, tmp_path / "report.html")
+    assert "steps that failed" in (tmp_path / "report.html").read_text()
+
+
 def test_the_next_start_begins_with_what_was_used_most(
     demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
