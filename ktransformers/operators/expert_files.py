@@ -163,8 +163,20 @@ class ExpertFiles:
             scores = torch.from_numpy(found) if found is not None and found.shape == tuple(ours.shape) else ours * 0.0
             is_there = torch.from_numpy(counted_elsewhere.get(layer, np.zeros(len(ours), np.bool_)))
             known[layer] = torch.where(is_there, 0.0, scores + (_UNKNOWN if counted_elsewhere else 0.0))
+        if learned:
+            self._make_room(known)
         self.store.fill(known)
         self._save, self._counted_elsewhere = save, frozenset(counted_elsewhere)
+
+    def _make_room(self, scores: Mapping[int, torch.Tensor]) -> None:
+        """Empty the slots of what would have none by these scores: the steps of loading have filled them with what came
+        by."""
+        count = self.store.stats().num_slots
+        least = torch.cat(list(scores.values())).topk(count).values[-1]
+        for number, row in enumerate(scores.values()):
+            for expert in (row < least).nonzero().flatten().tolist():
+                if self.store.hold(number, expert) is not None:
+                    self.store.release(number, expert, is_kept=False)
 
     def take(self) -> tuple[int, int, int, float, int]:
         """Return what is new since the last call: experts of calls that were in RAM, those that were not, bytes read,

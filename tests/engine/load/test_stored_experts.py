@@ -173,7 +173,9 @@ def test_a_read_that_fails_ends_its_answers_and_nothing_else(
     demo: Path, expected: list[list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
     with opened(demo, experts_from="disk", experts_ram=SOME) as llm:
-        files_of(llm).store.handle._fail_next(1)
+        store = files_of(llm).store
+        store.fill(wait=True)  # which the next read is not to be of
+        store.handle._fail_next(1)
         with pytest.raises(EngineError, match=r"demo\.gguf"):
             answers(llm)
         assert "the answers that were in it end" in caplog.text
@@ -221,6 +223,7 @@ def test_files_are_closed_with_the_engine(demo: Path) -> None:
 
 def test_a_profile_has_what_was_found_read_and_waited_for(demo: Path, tmp_path: Path) -> None:
     with opened(demo, experts_from="disk", experts_ram=1e-6, profile=tmp_path / "profile") as llm:
+        files_of(llm).store.fill(wait=True)  # which is of no step
         before = files_of(llm).store.stats()
         answers(llm)
         after = files_of(llm).store.stats()
@@ -238,7 +241,9 @@ def test_a_profile_has_what_was_found_read_and_waited_for(demo: Path, tmp_path: 
 def test_a_profile_marks_a_step_that_failed(demo: Path, expected: list[list[int]], tmp_path: Path) -> None:
     """Which has a line, and no tokens; those behind it are all there."""
     with opened(demo, experts_from="disk", experts_ram=1e-6, profile=tmp_path / "profile") as llm:
-        files_of(llm).store.handle._fail_next(1)
+        store = files_of(llm).store
+        store.fill(wait=True)  # which the next read is not to be of
+        store.handle._fail_next(1)
         with pytest.raises(EngineError, match=r"demo\.gguf"):
             answers(llm)
         assert answers(llm) == expected
@@ -270,8 +275,16 @@ def test_the_next_start_begins_with_what_was_used_most(
         fill(self, scores, wait)
 
     monkeypatch.setattr(ExpertStore, "fill", filling)
-    with opened(demo, experts_from="disk", experts_ram=1e-6):
+    with opened(demo, experts_from="disk", experts_ram=1e-6) as llm:
         (scores,) = begun
+        store = files_of(llm).store
+        store.fill(wait=True)  # empty slots alone: over when the one before is
+        count = store.stats().num_slots
+        least = torch.cat(list(scores.values())).sort(descending=True).values[count - 1]
+        for number, row in enumerate(scores.values()):
+            for expert in (row > least).nonzero().flatten().tolist():
+                assert store.hold(number, expert), "one that was used most, and not what loading has read"
+                store.release(number, expert)
     assert scores.keys() == learned.keys()
     for layer, want in learned.items():
         assert torch.allclose(scores[layer], want, atol=1e-3)
