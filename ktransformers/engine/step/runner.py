@@ -151,8 +151,8 @@ class ModelRunner:
     @torch.inference_mode()
     def release(self, token_ids: torch.Tensor, *, is_wanted: bool = True) -> None:
         """Let the step that is held go on, with its tokens int64 [T] on the CPU; then finish the one before it. Raises
-        EngineError as `reduced_step` does, and behind a ReadError the step that was held is still one. is_wanted: whether `reduced_step` will be called for it; else it comes to
-        nothing."""
+        EngineError as `reduced_step` does, and ReadError, behind which the step that was held is still one. is_wanted:
+        whether `reduced_step` will be called for it; else it comes to nothing."""
         decode, layout = self._decode, self._pass.layout
         assert decode is not None, "no step is held"
         assert layout is not None, "steps are held on GPUs"

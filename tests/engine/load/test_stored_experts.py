@@ -115,6 +115,24 @@ def test_a_packed_file_is_read_in_the_place_of_the_model(demo: Path, expected: l
         plan_model(EngineConfig(gguf_path=other, experts_from="disk"))
 
 
+def test_matrices_that_are_stored_transposed_need_a_packed_file(tmp_path: Path) -> None:
+    folder = write_safetensors(tiny_model("gpt_oss", hidden=256), tmp_path)
+    config = EngineConfig(model_path=folder, cache_lens=64, cpu_infer=1, experts_from="disk")
+    with pytest.raises(UnsupportedError, match=r"F32 and has to be laid out anew, by rows; pack the model first"):
+        plan_model(config)
+
+
+def test_a_link_to_a_packed_file_that_is_gone_is_told(
+    demo: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tmp_path / "model.gguf"
+    model.symlink_to(demo)
+    (tmp_path / "model.experts.kt").symlink_to(tmp_path / "gone.kt")
+    assert plan_model(EngineConfig(gguf_path=model, experts_from="disk")).stored_experts
+    (said,) = [one.getMessage() for one in caplog.records if "which is not there" in one.getMessage()]
+    assert str(tmp_path / "gone.kt") in said
+
+
 class _Silent:
     def advance(self, nbytes: int) -> None: ...
 
@@ -161,7 +179,9 @@ def test_families_have_the_same_logits(family: str, experts: QuantType | None, t
 def test_what_has_to_be_converted_needs_a_packed_file(tmp_path: Path) -> None:
     folder = write_safetensors(tiny_model("qwen3_moe", hidden=256), tmp_path)
     config = EngineConfig(model_path=folder, cache_lens=64, cpu_infer=1, cpu_quant="q4_0", experts_from="disk")
-    with pytest.raises(UnsupportedError, match="ktransformers pack MODEL"):
+    with pytest.raises(
+        UnsupportedError, match=r"F32 and has to be made Q4_0; .* pack MODEL, with the same --cpu_quant"
+    ):
         plan_model(config)
     pack_model(config, None, lambda name, nbytes: _Silent())
     assert plan_model(config).stored_experts > 0
