@@ -69,6 +69,7 @@ def build_parser() -> ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND", required=True)
     for command in _COMMANDS:
         command.add_parser(subparsers)
+    subparsers.choices["plan"].set_defaults(plan_models=serve_command.plan_several)
     completion.add_parser(subparsers, parser)
     _add_help(subparsers)
     parser.elsewhere = _flags_of(parser)

@@ -13,18 +13,20 @@ from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ktransformers.config import EngineConfig
+from ktransformers.config import MAX_DRAFTS, EngineConfig
 from ktransformers.convert.progress import Advances
 from ktransformers.engine.load.builder import plan_model
 from ktransformers.engine.model.opened import OpenedModel, open_model
-from ktransformers.errors import ConfigError, UnsupportedError, WeightError
+from ktransformers.errors import ConfigError, TensorMismatchError, UnsupportedError, WeightError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.cpu.pages import trim_heap, without_cache
 from ktransformers.kernels.types import ExpertWeights
+from ktransformers.operators.expert_files import packed_key
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.linear.packed import experts_record, pack_experts
 from ktransformers.system.cores import usable_cores
 from ktransformers.weights.digests.states import states_of
+from ktransformers.weights.source import WeightSource
 from ktransformers.weights.stored_experts.header import SourceIdentity
 from ktransformers.weights.stored_experts.places import place_beside
 from ktransformers.weights.stored_experts.reading import StoredExperts
@@ -70,7 +72,7 @@ def pack_model(config: EngineConfig, output: Path | None, progress: MakeProgress
     if path.exists() and not force:
         raise ConfigError(f"{path} exists; --check looks whether it is whole, --force writes it again")
     identity, options = SourceIdentity.of(opened.source, opened.files), _options(opened.config)
-    operators, wanted = {layer.key: operator for operator, layer in layers}, [layer for _, layer in layers]
+    by_key, wanted = {one.layer.key: one for one in layers}, [one.layer for one in layers]
     with (
         closing(WorkerPool(config.cpu_infer or usable_cores())) as pool,
         without_cache(),
@@ -78,7 +80,7 @@ def pack_model(config: EngineConfig, output: Path | None, progress: MakeProgress
     ):
 
         def pieces(layer: ExpertsLayer) -> Iterator[ExpertWeights]:
-            return _pieces(opened, operators[layer.key], layer, pool)
+            return _pieces(opened, by_key[layer.key], pool)
 
         write(path, identity, options, wanted, pieces, shown.advance, lambda: _check_unchanged(opened))
     return _packed(StoredExperts.open(path, identity), start)
@@ -99,7 +101,7 @@ def check_packed(model: Path | EngineConfig, output: Path | None, progress: Make
         if not path.exists():
             raise ConfigError(f"{path} is not there; `ktransformers pack MODEL` writes it")
         stored = StoredExperts.open(path, SourceIdentity.of(opened.source, opened.files))
-        for _, layer in layers:
+        for layer in (one.layer for one in layers):
             if stored.layer(layer.key, layer.record) is None:
                 raise ConfigError(f"{path} lacks the experts of {layer.key}; pack the model again with --force")
     with progress(stored.path.name, stored.nbytes) as shown:
@@ -107,11 +109,44 @@ def check_packed(model: Path | EngineConfig, output: Path | None, progress: Make
     return _packed(stored, start, of_model=not isinstance(model, Path))
 
 
-def _planned(config: EngineConfig) -> tuple[OpenedModel, list[tuple[KTransformersExperts, ExpertsLayer]]]:
-    """The opened model, and the layers whose experts the CPU's kernels compute: all, whatever GPUs there are."""
-    opened = open_model(replace(config, use_cuda=False, picture_folder=None, experts_from="ram"))
-    layers = list[tuple[KTransformersExperts, ExpertsLayer]]()
-    for key, operator in plan_model(opened.config, opened).operators.items():
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A layer whose experts are packed: where they come from, what they are in memory, and in the file."""
+
+    source: WeightSource
+    operator: KTransformersExperts
+    layer: ExpertsLayer
+
+
+def _planned(config: EngineConfig) -> tuple[OpenedModel, list[_Layer]]:
+    """The opened model, and the layers whose experts the CPU's kernels compute: all, whatever GPUs there are, and those
+    for multi-token prediction."""
+    opened = _opened(replace(config, use_cuda=False, picture_folder=None, experts_from="ram"))
+    layers, draft, index = list(_layers(opened)), opened.draft, 0
+    while draft is not None:
+        try:
+            layers += _layers(draft, index)
+        except (TensorMismatchError, UnsupportedError) as error:
+            logger.warning("the layer for multi-token prediction is left out: %s", error)
+            break
+        draft, index = draft.draft, index + 1
+    if not layers:
+        raise UnsupportedError(f"{opened.facts.model_type} has no routed experts that could be packed")
+    return opened, layers
+
+
+def _opened(config: EngineConfig) -> OpenedModel:
+    """With all its layers for multi-token prediction, where it has any."""
+    try:
+        return open_model(replace(config, speculative="mtp", speculative_tokens=MAX_DRAFTS))
+    except UnsupportedError as error:
+        logger.debug("without layers for multi-token prediction: %s", error)
+        return open_model(config)
+
+
+def _layers(opened: OpenedModel, index: int = -1) -> Iterator[_Layer]:
+    """Those of a model, or of its layer `index` for multi-token prediction."""
+    for key, operator in plan_model(opened.config, replace(opened, draft=None)).operators.items():
         if not isinstance(operator, KTransformersExperts):
             continue
         if operator.activation is None:
@@ -119,10 +154,8 @@ def _planned(config: EngineConfig) -> tuple[OpenedModel, list[tuple[KTransformer
             continue
         layer = operator.paths[0].layer
         record = experts_record(layer.find(opened.source), operator.products)
-        layers.append((operator, ExpertsLayer(key, layer.number, operator.num_experts, record)))
-    if not layers:
-        raise UnsupportedError(f"{opened.facts.model_type} has no routed experts that could be packed")
-    return opened, layers
+        named = packed_key(key, index)
+        yield _Layer(opened.source, operator, ExpertsLayer(named, layer.number, operator.num_experts, record))
 
 
 def _place(opened: OpenedModel, output: Path | None) -> Path:
@@ -148,11 +181,10 @@ def _check_unchanged(opened: OpenedModel) -> None:
         raise WeightError(f"{opened.files[0].parent}: the model was changed while it was packed; pack it again")
 
 
-def _pieces(
-    opened: OpenedModel, operator: KTransformersExperts, layer: ExpertsLayer, pool: WorkerPool
-) -> Iterator[ExpertWeights]:
+def _pieces(opened: OpenedModel, one: _Layer, pool: WorkerPool) -> Iterator[ExpertWeights]:
     """The packed experts of a layer, some at a time."""
-    experts = opened.source.experts(layer.key, operator.layout, operator.config.cpu_quant)
+    operator, layer = one.operator, one.layer
+    experts = one.source.experts(operator.key, operator.layout, operator.config.cpu_quant)
     step = max(_PIECE // layer.record.nbytes, 1)
     for first in range(0, layer.num_experts, step):
         few = slice(first, first + step)

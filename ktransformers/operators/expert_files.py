@@ -29,7 +29,7 @@ from ktransformers.weights.source import MappedExperts
 from ktransformers.weights.stored_experts.mapped import extent_of, mapped_extents
 from ktransformers.weights.stored_experts.reading import StoredExperts
 
-__all__ = ["ExpertFiles", "ExpertRecords"]
+__all__ = ["ExpertFiles", "ExpertRecords", "packed_key"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,12 @@ Scores = Mapping[int, npt.NDArray[np.float64]]
 
 _SAVED_EVERY = 4096  # steps
 _UNKNOWN = 1e-3  # picks of an expert of which nothing is known: more than those need that are on a GPU
+
+
+def packed_key(key: str, mtp_index: int = -1) -> str:
+    """Return what a packed file calls the experts `key` of a model, or of its layer `mtp_index` for multi-token
+    prediction."""
+    return key if mtp_index < 0 else f"mtp.{mtp_index}.{key}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +65,18 @@ class ExpertRecords:
 class ExpertFiles:
     """The files of one model's experts, and its store from `begin` on. files: those of the model; none of a shape that
     stands for files. packed: the file that `ktransformers pack` wrote, which is read in their place; None without one.
+
+    owner: those of the model whose own layer for multi-token prediction this is, in whose store its experts are; None:
+    they have one of their own. number: of the first layer in the store, behind the model's own. index: of that layer,
+    -1 for the model's own.
     """
 
     files: Sequence[Path]
     packed: StoredExperts | None = None
+    owner: ExpertFiles | None = None
+    number: int = 0
+    index: int = -1
+    _numbers: dict[int, int] = field(default_factory=dict, init=False)
     _store: ExpertStore | None = field(default=None, init=False)
     _found: dict[tuple[str, RecordLayout], ExpertRecords] = field(default_factory=dict, init=False)
     _tables: list[RowStore] = field(default_factory=list, init=False)
@@ -70,6 +84,10 @@ class ExpertFiles:
     _num_taken: int = field(default=0, init=False)
     _save: Callable[[Scores], None] | None = field(default=None, init=False)
     _counted_elsewhere: frozenset[int] = field(default=frozenset(), init=False)
+
+    def of_mtp_layer(self, num_layers: int) -> ExpertFiles:
+        """Return the files of the first layer for multi-token prediction behind these of so many layers."""
+        return ExpertFiles(self.files, self.packed, self.owner or self, self.number + num_layers, self.index + 1)
 
     @property
     def paths(self) -> Sequence[Path]:
@@ -79,6 +97,8 @@ class ExpertFiles:
     @property
     def store(self) -> ExpertStore:
         """The store of the layers that were added. Raises RuntimeError before `begin`."""
+        if self.owner is not None:
+            return self.owner.store
         if self._store is None:
             raise RuntimeError("experts in files are read once the model is being loaded")
         return self._store
@@ -101,14 +121,15 @@ class ExpertFiles:
     def _extents(
         self, key: str, layout: RecordLayout, mapped: Callable[[], MappedExperts]
     ) -> Sequence[Sequence[Extent]]:
-        packed = None if self.packed is None else self.packed.layer(key, layout)
-        if packed is not None:
-            return packed[1]
-        if self.packed is not None:
+        if self.packed is None:
+            return mapped_extents(mapped(), self.files)
+        packed = self.packed.layer(packed_key(key, self.index), layout)
+        if packed is None:
             raise UnsupportedError(
-                f"{self.packed.path} lacks the experts of {key}; pack the model again: ktransformers pack MODEL --force"
+                f"{self.packed.path} lacks the experts of {packed_key(key, self.index)}; pack the model again: "
+                "ktransformers pack MODEL --force"
             )
-        return mapped_extents(mapped(), self.files)
+        return packed[1]
 
     def begin(self, pool: WorkerPool, budget_nbytes: int) -> None:
         """Make a store of so many bytes for the layers that are added next. Raises WeightError for a file that is
@@ -117,8 +138,11 @@ class ExpertFiles:
         self._store = ExpertStore(self.paths, pool, budget_nbytes)
 
     def add(self, number: int, records: ExpertRecords) -> tuple[ExpertStore, int]:
-        """Add a layer, of this number in the model; return what its kernel is made with."""
-        return self.store, self.store.add_layer(number, records.layout, records.extents)
+        """Add a layer, of this number in the model; return what its kernel is made with. Once for each: again it is
+        what was returned then."""
+        if number not in self._numbers:
+            self._numbers[number] = self.store.add_layer(self.number + number, records.layout, records.extents)
+        return self.store, self._numbers[number]
 
     def open(self, top_k: int) -> None:
         """Make the slots, once all layers are added. top_k: experts that a token takes of a layer. Raises CapacityError
@@ -130,6 +154,8 @@ class ExpertFiles:
         """Return what reads the rows of a table, whose parts are views of the model's mapped files, one behind the
         other, of one type and width. Raises WeightError for a file that is gone.
         """
+        if self.owner is not None:
+            return self.owner.add_table(parts, pool)
         index = {path: number for number, path in enumerate(self.files)}
         extents = [extent_of(part, index) for part in parts]
         self._tables.append(RowStore(self.files, extents, parts[0].qtype, parts[0].cols, pool))
@@ -153,8 +179,20 @@ class ExpertFiles:
             scores = torch.from_numpy(found) if found is not None and found.shape == tuple(ours.shape) else ours * 0.0
             is_there = torch.from_numpy(counted_elsewhere.get(layer, np.zeros(len(ours), np.bool_)))
             known[layer] = torch.where(is_there, 0.0, scores + (_UNKNOWN if counted_elsewhere else 0.0))
+        if learned:
+            self._make_room(known)
         self.store.fill(known)
         self._save, self._counted_elsewhere = save, frozenset(counted_elsewhere)
+
+    def _make_room(self, scores: Mapping[int, torch.Tensor]) -> None:
+        """Empty the slots of what would have none by these scores: the steps of loading have filled them with what came
+        by."""
+        count = self.store.stats().num_slots
+        least = torch.cat(list(scores.values())).topk(count).values[-1]
+        for number, row in enumerate(scores.values()):
+            for expert in (row < least).nonzero().flatten().tolist():
+                if self.store.hold(number, expert) is not None:
+                    self.store.release(number, expert, is_kept=False)
 
     def take(self) -> tuple[StoredCounts, StoredCounts]:
         """Return what is new since the last call, of experts, each of which counts once a call, and of rows of tables.

@@ -73,7 +73,8 @@ def predict_from_disk(
     token_seconds, row_seconds: what a token of an answer, and of a prompt, takes with all experts in RAM. learned: the
     picks of this model's experts at earlier starts.
     """
-    stored, slots = plan.stored_experts, plan.extra_bytes.get(EXPERT_SLOTS, {}).get("cpu", 0)
+    stored = plan.stored_experts
+    slots = min(plan.extra_bytes.get(EXPERT_SLOTS, {}).get("cpu", 0), stored)  # a layer that drafts may have the others
     token = sum(
         entry.stored_experts * top_k[entry.key][0] / top_k[entry.key][1]
         for entry in plan.entries

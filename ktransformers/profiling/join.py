@@ -201,9 +201,11 @@ class Joiner:
             ("stored", step.stored),
             ("stored_rows", step.stored_rows),
         ):
-            if hits or misses:
+            if hits or misses or errors:
                 counts = {"hits": hits, "misses": misses, "bytes": nbytes, "wait_us": round(waited * 1e6, 1)}
                 line[name] = counts | {"errors": errors}
+        if step.has_failed:
+            line["failed"] = True
         ops, per_layer = found.ops, None
         critical = critical_ns(ops)
         if (ops["layer"] >= 0).any():

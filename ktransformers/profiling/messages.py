@@ -41,7 +41,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     sampled: (request, flattened row that its next token was sampled from).
     sampling_ns: all of sampling, which native records of sampling lie within; None: not looked at. stored, stored_rows:
-    of experts in files and of rows of tables in files, see StepResult.
+    of experts in files and of rows of tables in files, see StepResult. has_failed: whether it came to nothing, because
+    experts could not be read.
     """
 
     epoch: int
@@ -55,6 +56,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sampling_ns: int | None = None
     stored: StoredCounts = NOTHING_STORED
     stored_rows: StoredCounts = NOTHING_STORED
+    has_failed: bool = False
 
 
 class GpuTimes(msgspec.Struct, frozen=True):

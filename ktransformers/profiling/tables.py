@@ -258,6 +258,7 @@ def _step_columns(meta: Meta) -> dict[str, ColumnSpec]:
         "waiting": ColumnSpec("waiting", float | None, _as_floats, None),
         **cpu,
         **stored,
+        "failed": ColumnSpec("failed", bool, _as_ints, default=False),
         "parts_us": ColumnSpec("parts_us", dict[str, float], _by_part, {}),
         "bytes": ColumnSpec("bytes", dict[str, float], _by_part, {}),
         "gpu_us": ColumnSpec("gpu_us", dict[str, float] | None, _by_part, None),

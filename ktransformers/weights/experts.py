@@ -261,7 +261,8 @@ class StoredMatrices:
             target = info.resident_type
             views = None if isinstance(target, OwnType) else _views(self.parts[name], target)
             if views is None:
-                why_not = f"{info.name} is stored as {info.stored_type} and has to be made {target.name} in one piece"
+                way = f"made {target.name}" if info.stored_type != target.name else "laid out anew, by rows"
+                why_not = f"{info.name} is stored as {info.stored_type} and has to be {way}"
                 return MappedExperts(None, None, None, self.biases, why_not)
             if any(place_in_file(raw.data) is None for raw in views):
                 why_not = f"{info.name} does not lie in its file as {target.name} does in memory"

@@ -52,8 +52,9 @@ def test_slots_on_a_gpu_serve_the_most_picked() -> None:
     assert found.prefill == pytest.approx((1 / (0.01 + 0.014), 1 / 0.014))
 
 
-def test_nothing_is_read_where_all_have_slots() -> None:
-    found = predict_from_disk(plan_of(4, 4 * GB, 16 * GB), TOP_K, 512, 1e9, token_seconds=0.1, row_seconds=0.01)
+@pytest.mark.parametrize("slots", [16 * GB, 17 * GB])  # the other one with those of a layer that drafts
+def test_nothing_is_read_where_all_have_slots(slots: int) -> None:
+    found = predict_from_disk(plan_of(4, 4 * GB, slots), TOP_K, 512, 1e9, token_seconds=0.1, row_seconds=0.01)
     assert found.hits == (1.0, 1.0)
     assert found.decode == pytest.approx((10.0, 10.0))
     assert found.prefill == pytest.approx((100.0, 100.0))

@@ -16,7 +16,8 @@ from ktransformers.engine.model.hot_file import HotFile
 from ktransformers.engine.model.opened import OpenedModel, open_synthetic
 from ktransformers.engine.plan.cache_plan import CachePlan
 from ktransformers.engine.plan.dry_run import dry_run
-from ktransformers.engine.plan.planning import Planned, Planner
+from ktransformers.engine.plan.planned import Planned
+from ktransformers.engine.plan.planning import Planner
 from ktransformers.models.synthetic_shapes import find_shape
 from ktransformers.optimize.hot_slots import HOT_EXPERTS, LearnedPicks, whole_layers
 from ktransformers.optimize.machine import Machine

@@ -1,6 +1,7 @@
 """`ktransformers plan MODEL`: whether a model fits, what would help, how fast it can be, and what goes where.
 
-Reads headers only. Exit code 0 when the model fits, 1 with one line on standard error when it does not. Warnings go to
+Reads headers only. Of a models file: what each of its models takes, and which share of RAM those have whose experts
+stay on the disk. Exit code 0 when the model fits, 1 with one line on standard error when it does not. Warnings go to
 standard error, so that `--json` leaves one JSON document on standard output.
 """
 
@@ -10,8 +11,9 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ktransformers.cli.models.plan_nodes import nodes_command
@@ -24,6 +26,7 @@ from ktransformers.cli.parsing.options import (
     set_up_logging,
     with_default_model,
 )
+from ktransformers.cli.parsing.parser import user_path
 from ktransformers.config import EngineConfig
 from ktransformers.errors import ConfigError
 
@@ -87,6 +90,8 @@ def plan_config(args: argparse.Namespace) -> EngineConfig:
 def plan_command(args: argparse.Namespace) -> int:
     """Print the plan; return 0 when the model fits, else 1. Raises KTransformersError for everything else."""
     set_up_logging(args.log_level)
+    if args.model is not None and user_path(args.model).suffix in (".yaml", ".yml"):
+        return _plan_models(args, user_path(args.model))
     config = plan_config(args).resolved(needs_model=args.synthetic is None)  # before the slow imports
     _check_case(args)
     if args.nodes is not None:
@@ -106,6 +111,15 @@ def plan_command(args: argparse.Namespace) -> int:
         return 0
     print("error: the model does not fit into this machine", file=sys.stderr)
     return 1
+
+
+def _plan_models(args: argparse.Namespace, path: Path) -> int:
+    """Those of a models file, as `serve` loads them, which reads it."""
+    given = sorted(args.value_sources.keys() - {"model", "log_level"})
+    if given:
+        raise ConfigError(f"--{given[0]} is for one model: flags of those that {path} lists stand there")
+    plan_models: Callable[[Path], int] = args.plan_models
+    return plan_models(path)
 
 
 def _check_case(args: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ import argparse
 import resource
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktransformers.cli.parsing.options import (
@@ -29,7 +30,7 @@ from ktransformers.cli.parsing.options import (
 )
 from ktransformers.cli.parsing.parser import user_path
 from ktransformers.cli.serve.cluster_options import add_cluster_flags, check_cluster_flags, cluster_args
-from ktransformers.cli.serve.models import IDLE_SECONDS, check_pool_flags, models_file, run_models
+from ktransformers.cli.serve.models import IDLE_SECONDS, check_pool_flags, models_file, plan_models, run_models
 from ktransformers.cli.serve.serving import (
     DEFAULT_BACKEND,
     ENGINE_TIMEOUT,
@@ -224,6 +225,12 @@ def _add_patience_flags(group: argparse._ArgumentGroup) -> None:
         help="a stream that has been silent for so long sends a comment; 0: never (%(default)s)",
     )
     group.add_argument("--sched_strategy", choices=("FCFS",), default="FCFS", help="order of service (%(default)s)")
+
+
+def plan_several(path: Path) -> int:
+    """Print what the models of a file take beside each other. Returns the exit code."""
+    parser = server_parser()
+    return plan_models(parser.parse_args([str(path)]), path, parser)
 
 
 def _run_cluster(args: argparse.Namespace, config: EngineConfig, server: ServerConfig) -> int:

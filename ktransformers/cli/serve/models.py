@@ -9,7 +9,7 @@ import argparse
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ktransformers.server.multi_model.needs import ModelNeeds, ToPlan
     from ktransformers.server.multi_model.serving import ModelToServe
 
-__all__ = ["IDLE_SECONDS", "check_pool_flags", "models_file", "run_models"]
+__all__ = ["IDLE_SECONDS", "check_pool_flags", "models_file", "plan_models", "run_models"]
 
 _log = logging.getLogger("ktransformers.server")
 
@@ -87,28 +87,69 @@ class _Asked:
 def run_models(args: argparse.Namespace, path: Path, parser: ArgumentParser) -> int:
     """Serve the models of a file until a signal comes; return the exit code. parser: of `serve`, for the file."""
     parser.prog = "ktransformers serve"
+    planned = _planned(args, path, parser)
+    models = [_to_serve(one, found) for one, found in zip(planned.asked, planned.needs, strict=True)]
+    for line in planned.lines():
+        _log.info("%s", line)
+    idle = IDLE_SECONDS if planned.idle_seconds is None else planned.idle_seconds
+    from ktransformers.server.multi_model.serving import serve_models
+
+    serve_models(models, planned.server, planned.memory, idle or math.inf)
+    return 0
+
+
+def plan_models(args: argparse.Namespace, path: Path, parser: ArgumentParser) -> int:
+    """Print what each model of a file takes; return the exit code. parser: of `serve`, for the file."""
+    planned = _planned(args, path, parser)
+    print("\n".join(planned.lines()))
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """The models of a file, planned beside each other. server, idle_seconds: of the address. memory: for all models, by
+    device."""
+
+    file: ModelsFile
+    server: ServerConfig
+    idle_seconds: float | None
+    asked: Sequence[_Asked]
+    needs: Sequence[ModelNeeds]
+    memory: Mapping[str, int]
+
+    def lines(self) -> Iterator[str]:
+        """Say what each takes, and what there is."""
+        for entry, needs in zip(self.file.models, self.needs, strict=True):
+            slots = ""
+            if needs.expert_slots:
+                slots = (
+                    f"; {format_bytes(needs.expert_slots)} of that hold those of its experts that are used most, of "
+                    f"{format_bytes(needs.stored_experts)} on the disk"
+                )
+            yield f"{', '.join(entry.names)} takes {_shown(needs.nbytes)}{slots}"
+        yield f"memory for all models: {_shown(self.memory)}"
+
+
+def _planned(args: argparse.Namespace, path: Path, parser: ArgumentParser) -> _Planned:
+    """Plan the models of a file. Raises ConfigError for what is wrong with any of them."""
     file = read_models_file(path)
     given = argparse.Namespace(**vars(args))
     general = parser.with_settings(given, file.settings, without=("model", "models"))
     args.value_sources = general.value_sources  # errors about them say where they stand
     _check_general(general, file)
-    config = server_config(general, EngineConfig())
+    server = server_config(general, EngineConfig())
     asked = [_asked(given, general, file, entry, parser) for entry in file.models]
     _check_folders(asked)
-    from ktransformers.server.multi_model.needs import find_needs  # slow imports, behind what is wrong at first sight
-    from ktransformers.server.multi_model.serving import serve_models
+    from ktransformers.server.multi_model.needs import find_needs, with_shares  # slow imports
 
     _log.info("planning %d models", len(asked))
     needs = find_needs([_to_plan(one, general) for one in asked])
     memory = _memory(general, file, needs)
-    models = [_to_serve(one, found) for one, found in zip(asked, needs, strict=True)]
-    _check_first(file, models, memory)
-    for model in models:
-        _log.info("%s takes %s", ", ".join(model.config.model_names), _shown(model.nbytes))
-    _log.info("memory for all models: %s", _shown(memory))
-    idle = IDLE_SECONDS if general.idle_seconds is None else general.idle_seconds
-    serve_models(models, config, memory, idle or math.inf)
-    return 0
+    are_open = [one.config.experts_ram == 0 for one in asked]
+    are_wanted = [entry.is_first or entry.is_kept for entry in file.models]
+    needs = with_shares(needs, are_open, are_wanted, memory["cpu"])
+    _check_first(file, needs, memory)
+    return _Planned(file, server, general.idle_seconds, asked, needs, memory)
 
 
 def _check_general(general: argparse.Namespace, file: ModelsFile) -> None:
@@ -232,10 +273,11 @@ def _to_serve(one: _Asked, needs: ModelNeeds) -> ModelToServe:
     )
 
 
-def _check_first(file: ModelsFile, models: Sequence[ModelToServe], memory: Mapping[str, int]) -> None:
+def _check_first(file: ModelsFile, needs: Sequence[ModelNeeds], memory: Mapping[str, int]) -> None:
     """Those that are wanted from the start have to fit side by side."""
     for device, most in memory.items():
-        taken = sum(model.nbytes.get(device, 0) for model in models if model.is_first)
+        pairs = zip(file.models, needs, strict=True)
+        taken = sum(found.nbytes.get(device, 0) for entry, found in pairs if entry.is_first)
         if taken > most:
             raise CapacityError(
                 f"{file.path}: the models with `load: start` take {format_bytes(taken)} of {device} together, and "

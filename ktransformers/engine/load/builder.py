@@ -6,7 +6,7 @@ The order matters: everything that can be refused is refused before the first we
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -41,7 +41,8 @@ from ktransformers.engine.parallel.ranks.parallel_strategy import num_processes,
 from ktransformers.engine.parallel.ranks.ranks import Alone, Ranks, Worker
 from ktransformers.engine.plan.cache_plan import CachePlan
 from ktransformers.engine.plan.hardware import Hardware
-from ktransformers.engine.plan.planning import PlannedDraft, Planner
+from ktransformers.engine.plan.planned import PlannedDraft
+from ktransformers.engine.plan.planning import Planner
 from ktransformers.engine.plan.tier_plan import open_tiers
 from ktransformers.engine.sampling.constraints import mask_of
 from ktransformers.engine.step.executor import PagedExecutor
@@ -52,6 +53,7 @@ from ktransformers.errors import UnsupportedError, WeightError
 from ktransformers.kernels.cpu.expert_store import ReadError
 from ktransformers.kernels.triton.common.compiling import loading
 from ktransformers.operators.base import ExpertStats
+from ktransformers.operators.expert_files import ExpertFiles
 from ktransformers.operators.partial_sums import PassThrough
 from ktransformers.optimize.plan import Plan
 
@@ -110,9 +112,10 @@ def build_engine(
     cache_plan = CachePlan.of(opened, max_batch_size, page_size)
     built = _build(opened, cache_plan, hardware, progress, stats, ranks)
     cache = built.cache
-    drafter = None if built.draft is None else _load_drafter(built.draft, built, progress)
+    drafter, drafts = (None, []) if built.draft is None else _load_drafter(built.draft, built, progress)
     runner = ModelRunner(built.forward, built.decode, ranks.step_broadcast(), begins_ahead=ranks.begins_ahead)
-    executor = _executor(built, runner, stats)
+    experts = StepExperts(stats, built.hot, _read_experts([built, *drafts]))
+    executor = _executor(built, runner, experts)
     executor.mend_model = lambda: _mend(ranks, runner)
     executor.drafter = drafter
     executor.pictures = _load_tower(built)
@@ -144,7 +147,7 @@ def _snapshot_interval(snapshots: int, longest: int) -> int:
     return max(-(-longest // max(snapshots // 2, 1)), _LEAST_INTERVAL) if snapshots else 0
 
 
-def _executor(built: CapturedModel, runner: ModelRunner, stats: ExpertStats) -> PagedExecutor:
+def _executor(built: CapturedModel, runner: ModelRunner, experts: StepExperts) -> PagedExecutor:
     """What runs the scheduler's steps of a model that is ready for them."""
     model = built.model
     grammars = model.tokenizer.grammars(model.vocab_size, model.eos_token_ids)
@@ -153,15 +156,23 @@ def _executor(built: CapturedModel, runner: ModelRunner, stats: ExpertStats) -> 
         built.cache,
         built.forward.pool,
         model.vocab_size,
-        StepExperts(stats, built.hot, built.expert_files),
+        experts,
         lambda start: mask_of(grammars, start.params),
         eos_token_ids=model.eos_token_ids,
     )
     executor.new_runtime = lambda: StepRuntime(runner)
-    if built.expert_files is not None:
-        learned = HotFile(built.identified.sampled.digests)
-        built.expert_files.fill(learned.read(), learned.add, built.hot.has_slot())
     return executor
+
+
+def _read_experts(models: Sequence[CapturedModel]) -> list[ExpertFiles]:
+    """Begin to fill the slots of experts in files; return these files. models: the target, and what drafts for it."""
+    found = list[ExpertFiles]()
+    for one in models:
+        if one.expert_files is not None and one.expert_files.owner is None:
+            learned = HotFile(one.identified.sampled.digests)
+            one.expert_files.fill(learned.read(), learned.add, one.hot.has_slot())
+            found.append(one.expert_files)
+    return found
 
 
 def _load_tower(built: CapturedModel) -> PictureEncoder | None:
@@ -183,19 +194,24 @@ def _load_tower(built: CapturedModel) -> PictureEncoder | None:
     return encoder
 
 
-def _load_drafter(draft: PlannedDraft, target: CapturedModel, progress: Progress | None) -> ModelDrafter:
-    """Load the model that drafts where it is planned, with the target's threads, and with a cache of its pages.
+def _load_drafter(
+    draft: PlannedDraft, target: CapturedModel, progress: Progress | None
+) -> tuple[ModelDrafter, list[CapturedModel]]:
+    """Load the model that drafts where it is planned, with the target's threads, and with a cache of its pages. Returns
+    it as it was captured, too: one, or one for each layer for multi-token prediction.
 
     Errors as `build_engine`; the target is closed then.
     """
-    pool, forwards = target.forward.pool, list[DraftForward]()
+    pool, forwards, models = target.forward.pool, list[DraftForward](), list[CapturedModel]()
     planned: PlannedDraft | None = draft
     with ExitStack() as undo:
         undo.callback(pool.close)
         undo.callback(target.plan.devices.close)
         while planned is not None:
-            forward, planned = _load_draft(planned, target, progress, len(forwards))
+            forward, model = _load_draft(planned, target, progress, len(forwards))
             forwards.append(forward)
+            models.append(model)
+            planned = model.draft
         undo.pop_all()
     made, several = forwards[0], [forward for forward in forwards if isinstance(forward, MtpForward)]
     if len(several) > 1:
@@ -204,18 +220,19 @@ def _load_drafter(draft: PlannedDraft, target: CapturedModel, progress: Progress
         made = MtpLayers(several, replace(several[0].limits, max_rows=share))
         logger.info("%d layers for multi-token prediction make a draft token each", len(several))
     keeps_prefixes = target.config.prefix_cache and not made.is_fixed
-    return ModelDrafter(made, pool, keeps_prefixes=keeps_prefixes)
+    return ModelDrafter(made, pool, keeps_prefixes=keeps_prefixes), models
 
 
 def _load_draft(
     draft: PlannedDraft, target: CapturedModel, progress: Progress | None, number: int
-) -> tuple[DraftForward, PlannedDraft | None]:
-    """Load one model that drafts, the number'th. Returns it, and the plan of the one that drafts the token behind its
+) -> tuple[DraftForward, CapturedModel]:
+    """Load one model that drafts, the number'th. Returns it, with the plan of the one that drafts the token behind its
     own."""
     entry = draft.opened.model.get_input_embeddings()
     if isinstance(entry, MtpInput):
         entry.take_source(target.forward.embedding)
-    built = _build(draft.opened, draft.cache_plan, draft.hardware_now(), progress, target=target)
+    files = draft.planned.expert_files
+    built = _build(draft.opened, draft.cache_plan, draft.hardware_now(), progress, target=target, expert_files=files)
     target.plan.devices.close_with_this(built.plan.devices)
     logger.info("draft tokens come from %s", built.model.description)
     runner = ModelRunner(built.forward, built.decode)
@@ -224,10 +241,10 @@ def _load_draft(
     if isinstance(entry, MtpInput):
         passes, is_fixed = (built.forward, target.forward), draft.opened.facts.is_borrowing
         made = MtpForward(runner, built.cache, limits, entry, *passes, is_fixed=is_fixed, number=number)
-        return made, built.draft
+        return made, built
     if target.tower is not None:
         logger.info("the model that drafts sees no pictures: behind one, fewer of its tokens are right")
-    return DraftModelForward(runner, built.cache, limits), built.draft
+    return DraftModelForward(runner, built.cache, limits), built
 
 
 def _lenders(draft: OpenedModel, target: CapturedModel) -> Lenders | None:
@@ -277,13 +294,15 @@ def _build(
     stats: ExpertStats | None = None,
     ranks: Ranks | None = None,
     target: CapturedModel | None = None,
+    expert_files: ExpertFiles | None = None,
 ) -> CapturedModel:
     """What engines and their parts are made of. target: the model that it drafts for, whose threads it takes, and whose
-    head in the place of one that it lacks. Errors as `build_engine`; whatever was started is stopped then."""
+    head in the place of one that it lacks. expert_files: see `plan_part`. Errors as `build_engine`; whatever was
+    started is stopped then."""
     part = open_part(opened, hardware, ranks or Alone())
     with loading(), ExitStack() as undo, _reads_of_weights():
         shared = None if target is None else target.forward.pool
-        planned = plan_part(part, cache_plan, stats or ExpertStats(), undo, shared)
+        planned = plan_part(part, cache_plan, stats or ExpertStats(), undo, shared, expert_files)
         loaded = load_weights(planned, progress)
         why_eager = None if target is None else _take_head(loaded, target)
         arranged = arrange_model(loaded, None if target is None else _lenders(opened, target))

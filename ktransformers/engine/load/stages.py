@@ -32,7 +32,8 @@ from ktransformers.engine.parallel.ranks.ranks import Ranks, ResolvedPlan
 from ktransformers.engine.plan.attention import find_flash
 from ktransformers.engine.plan.cache_plan import CachePlan
 from ktransformers.engine.plan.hardware import Hardware
-from ktransformers.engine.plan.planning import Planned, PlannedDraft, Planner
+from ktransformers.engine.plan.planned import Planned, PlannedDraft
+from ktransformers.engine.plan.planning import Planner
 from ktransformers.engine.plan.tower_plan import PlannedTower
 from ktransformers.engine.step.decode import DecodeSteps
 from ktransformers.engine.step.expert_streaming import open_prefills
@@ -195,17 +196,23 @@ def open_part(opened: OpenedModel, hardware: Hardware | None, ranks: Ranks) -> O
 
 
 def plan_part(
-    part: OpenedPart, cache_plan: CachePlan, stats: ExpertStats, undo: ExitStack, shared: WorkerPool | None = None
+    part: OpenedPart,
+    cache_plan: CachePlan,
+    stats: ExpertStats,
+    undo: ExitStack,
+    shared: WorkerPool | None = None,
+    expert_files: ExpertFiles | None = None,
 ) -> PlannedPart:
     """Plan where all of a part goes. undo: gets what has to be closed when a later stage fails. shared: the threads of
-    the model that it drafts for, with which it computes; None: it drafts for none, and has its own. Raises
+    the model that it drafts for, with which it computes; None: it drafts for none, and has its own. expert_files: what
+    the experts of one that drafts are read from, as was planned with its target. Raises
     CapacityError when it does not fit, and what planning raises."""
     config, opened = part.config, part.opened
     undo.callback(part.ranks.close)
     pool = shared or _new_pool(config.cpu_infer, config.cpu_activations)
     if shared is None:
         undo.callback(pool.close)
-    planner = Planner(opened, pool, cache_plan, stats, is_draft=shared is not None)
+    planner = Planner(opened, pool, cache_plan, stats, is_draft=shared is not None, expert_files=expert_files)
     planned, hardware = planner.plan(part.hardware)
     plan, num_slots = planned.plan, planned.num_slots
     plan.check_fits()
@@ -223,12 +230,14 @@ def load_weights(planned_part: PlannedPart, progress: Progress | None) -> Loaded
     part, planned, plan = planned_part.part, planned_part.planned, planned_part.plan
     tools, batch = part.hardware.prefill_tools, planned_part.cache_plan.max_batch_size
     files = planned.expert_files
-    if files is not None:
+    if files is not None and files.owner is None:
         plan.devices.close_behind(files.close)
         files.begin(planned_part.pool, plan.extra_bytes[EXPERT_SLOTS]["cpu"])
     layout = optimize_and_load_gguf(part.opened, plan, planned_part.longest, progress)
     flash = find_flash(plan, part.config.attention_backend, planned_part.page_size, part.config.kv_type)
-    if files is not None:
+    if files is not None and files.owner is None:
+        for draft in [] if planned.draft is None else planned.draft.chain:
+            _add_experts(draft, files)
         files.open(max(part.opened.facts.top_k(), 1))
     slots = {key: count for hot in planned.hots for key, count in hot.slots.items()}
     prefill = open_prefills(plan, planned.streamings, tools, batch, slots)
@@ -236,6 +245,18 @@ def load_weights(planned_part: PlannedPart, progress: Progress | None) -> Loaded
     rotations = rotations_of(part.opened.model, plan)
     bind_plan(plan, planned_part.longest, {**flash, **prefill, **hot.layers, **rotations})
     return LoadedWeights(planned_part, layout, flash, hot)
+
+
+def _add_experts(draft: PlannedDraft, files: ExpertFiles) -> None:
+    """Add a layer for multi-token prediction to its model's store, which takes none once it is open."""
+    own, plan = draft.planned.expert_files, draft.planned.plan
+    if own is None or own.owner is not files:
+        return
+    for entry in plan.entries:
+        operator = plan.operators.get(entry.key)
+        if entry.stored_experts and isinstance(operator, KTransformersExperts):
+            layer = operator.paths[0].layer
+            own.add(layer.number, layer.records(draft.opened.source))
 
 
 def arrange_model(loaded: LoadedWeights, lenders: Lenders | None = None) -> ArrangedModel:

@@ -17,7 +17,8 @@ from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.engine.plan.cache_plan import CachePlan
 from ktransformers.engine.plan.fit_suggestions import FitSuggestions, find_fit_suggestions
 from ktransformers.engine.plan.hardware import Hardware
-from ktransformers.engine.plan.planning import Planned, Planner
+from ktransformers.engine.plan.planned import Planned
+from ktransformers.engine.plan.planning import Planner
 from ktransformers.optimize.plan import Plan
 from ktransformers.optimize.summary import Summary, summarize
 from ktransformers.system.cores import describe_threads

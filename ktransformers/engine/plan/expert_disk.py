@@ -37,6 +37,11 @@ def open_expert_files(opened: OpenedModel) -> ExpertFiles:
         return ExpertFiles(())
     path = place_beside(opened.files)
     if not path.exists():
+        if path.is_symlink():
+            logger.warning(
+                "%s leads to %s, which is not there (is its disk?): experts are read from the model's own files",
+                *(path, path.readlink()),
+            )
         return ExpertFiles(opened.files)
     packed = StoredExperts.open(path, SourceIdentity.of(opened.source, opened.files))
     logger.info("experts are read from %s", path)

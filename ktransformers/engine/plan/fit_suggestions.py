@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ktransformers.config import CPU_QUANT_TYPES, EngineConfig
 from ktransformers.engine.plan.hardware import Hardware
-from ktransformers.engine.plan.planning import Planned
+from ktransformers.engine.plan.planned import Planned
 from ktransformers.errors import KTransformersError
 from ktransformers.optimize.hot_slots import HOT_EXPERTS
 from ktransformers.optimize.plan import Plan

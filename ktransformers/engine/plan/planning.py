@@ -28,8 +28,9 @@ from ktransformers.engine.plan.draft_steps import check_lenders
 from ktransformers.engine.plan.expert_disk import has_files, open_expert_files
 from ktransformers.engine.plan.hardware import Hardware
 from ktransformers.engine.plan.kv_types import KvTypes
+from ktransformers.engine.plan.planned import Planned, PlannedDraft
 from ktransformers.engine.plan.tier_plan import tier_bytes
-from ktransformers.engine.plan.tower_plan import PlannedTower, with_tower
+from ktransformers.engine.plan.tower_plan import with_tower
 from ktransformers.engine.plan.unused_flags import report_unused
 from ktransformers.engine.step.graph_sizes import largest_graph
 from ktransformers.errors import ConfigError, FormatError, TensorMismatchError, UnsupportedError
@@ -40,10 +41,15 @@ from ktransformers.operators.attention.rope import KRotaryEmbedding
 from ktransformers.operators.base import ExpertStats, OperatorConfig
 from ktransformers.operators.device import Device, Devices
 from ktransformers.operators.expert_files import ExpertFiles
-from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.partial_sums import share_nbytes
 from ktransformers.operators.recurrent.base import RecurrentOperator
-from ktransformers.optimize.expert_slots import CHUNK_FROM_DISK, describe_slots, with_expert_slots
+from ktransformers.optimize.expert_slots import (
+    CHUNK_FROM_DISK,
+    EXPERT_SLOTS,
+    describe_slots,
+    reserve_of,
+    with_expert_slots,
+)
 from ktransformers.optimize.fill import Filling, experts_for_gpus
 from ktransformers.optimize.hot_slots import (
     HotSlots,
@@ -53,7 +59,6 @@ from ktransformers.optimize.hot_slots import (
     with_hot_slots,
 )
 from ktransformers.optimize.layer_devices import spread_layers
-from ktransformers.optimize.machine import detect_machine
 from ktransformers.optimize.plan import Choices, Plan, format_bytes, make_plan
 from ktransformers.optimize.rules import Rules, load_rules
 from ktransformers.optimize.streaming import (
@@ -65,98 +70,9 @@ from ktransformers.optimize.streaming import (
     with_streaming,
 )
 
-__all__ = ["Planned", "Planner"]
+__all__ = ["Planner"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A plan with all that it holds. chunk_size: tokens of a prefill step. shapes, num_slots, num_states: of the cache.
-
-    filling: the experts that fill GPUs. transfer: where layers go by themselves, see `spread_layers`. hots: the slots
-    for experts on GPUs. draft: the plan of the model that drafts; None without one. tower: likewise, for pictures.
-    expert_files: what experts are read from while the model runs; None where none are.
-    """
-
-    plan: Plan
-    chunk_size: int
-    streamings: tuple[Streaming, ...]
-    shapes: list[LayerShape]
-    num_slots: int
-    num_states: int
-    filling: Filling
-    transfer: Mapping[int, str] = field(default_factory=dict)
-    hots: tuple[HotSlots, ...] = ()
-    draft: PlannedDraft | None = None
-    tower: PlannedTower | None = None
-    expert_files: ExpertFiles | None = None
-
-    def filled_nbytes(self, device: str) -> int:
-        """Return the bytes of experts on a GPU: of whole layers, and in slots."""
-        whole = sum(entry.nbytes.get(device, 0) for entry in self.plan.entries if entry.key in self.filling.moved)
-        return whole + sum(hot.nbytes for hot in self.hots if hot.device == device)
-
-    def report(self) -> None:
-        """Log one line for each thing that was decided without being asked for."""
-        if self.transfer:
-            begins = ", ".join(f"{device} from layer {layer} on" for layer, device in self.transfer.items())
-            logger.info("layers are spread over the GPUs (CUDA_VISIBLE_DEVICES says which are used): %s", begins)
-        if self.filling.moved:
-            logger.info("%s", self.filling)
-        for hot in self.hots:
-            logger.info("%s", hot)
-        if self.expert_files is not None:
-            on_gpus = any(device.is_gpu for device in self.layer_devices)
-            some = "those without a slot on a GPU, in long prompts all" if self.hots else "them, in prompts, too"
-            how = f", and the CPU computes {some}" if on_gpus else ""
-            logger.info("%s%s (docs/disk.md)", describe_slots(self.plan), how)
-        if self.draft is not None and any(device.is_gpu for device in self.layer_devices):
-            logger.info("%s", self.draft)
-
-    @property
-    def long_rows(self) -> int:
-        """Most tokens of a step that memory is lent to; 0: there is none."""
-        return max((each.shape.long_rows for each in self.streamings), default=0)
-
-    @property
-    def layer_devices(self) -> list[Device]:
-        """The devices of the decoder layers, in order."""
-        return [self.plan.devices[layer_device.device] for layer_device in self.plan.layer_devices]
-
-    @property
-    def expert_bytes_on_cpu(self) -> int:
-        """Bytes of routed experts on the CPU that have no slot on a GPU, which decode steps read slowly."""
-        entries = (e for e in self.plan.entries if isinstance(self.plan.operators.get(e.key), KTransformersExperts))
-        on_cpu = sum(entry.nbytes.get("cpu", 0) + entry.stored_experts for entry in entries)
-        return on_cpu - sum(hot.slots_nbytes for hot in self.hots)
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedDraft:
-    """The plan of a model that drafts, on the GPU of its target's last layer or on the CPU, beside what the target
-    holds. opened: it, with a configuration that is settled. cache_plan: of its cache, in pages of the target's.
-    hardware: what it was planned on: the bytes of a GPU are those that the target leaves to it at most."""
-
-    opened: OpenedModel
-    cache_plan: CachePlan
-    hardware: Hardware
-    planned: Planned
-
-    @property
-    def nbytes(self) -> dict[str, int]:
-        """All bytes by device."""
-        return {device: nbytes for device, nbytes in self.planned.plan.total_bytes.items() if nbytes}
-
-    def hardware_now(self) -> Hardware:
-        """Return `hardware` with what RAM is left by now, so that it is planned again as it was."""
-        return self.hardware.within({**self.hardware.machine.devices, "cpu": detect_machine(gpus=dict).devices["cpu"]})
-
-    def __str__(self) -> str:
-        places = " and ".join(f"{format_bytes(nbytes)} on {device}" for device, nbytes in self.nbytes.items())
-        place = " and ".join(sorted({device.name for device in self.planned.layer_devices})) or "cpu"
-        why = ": the GPU of the last layer has no room for it" if place == "cpu" else ""
-        return f"draft tokens are computed on {place}{why}; that takes {places}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +95,7 @@ class Planner:
         """Return the plan on `hardware`, or on its CPU alone where that fits, GPUs do not, and nobody asked for
         them."""
         planned, hardware = self._plan_ram_or_files(hardware)
-        planned.report()
+        planned.report(with_experts=not self.is_draft)
         if not self.is_draft:  # PlannedDraft says where a draft model goes
             planned.plan.report_fallback()
             report_unused(self.opened.config, planned.plan, self.opened.source)
@@ -268,10 +184,12 @@ class Planner:
             again = self._plan_weights(hardware, Choices(filling.moved, transfer))[0]
             plan, streamings = with_streaming(replace(again, extra_bytes=plan.extra_bytes), streamings)
         plan, hots = with_hot_slots(plan, hots)
-        plan = with_expert_slots(plan, int(opened.config.experts_ram * 2**30), opened.facts.top_k())
+        beside = [] if draft is None else [one.planned.plan for one in draft.chain if one.shares_slots]
+        if self.expert_files is not None and self.expert_files.owner is None:
+            plan = with_expert_slots(plan, int(opened.config.experts_ram * 2**30), opened.facts.top_k(), beside)
         if long_rows and (not hots or plan.misfit() is not None):
             return self._plan_all(hardware, transfer, may_lend=False)
-        files = self.expert_files if plan.stored_experts else None
+        files = self.expert_files if plan.stored_experts or beside else None
         return Planned(
             plan, chunk_size, streamings, shapes, num_slots, num_states, filling, transfer, hots, draft, tower, files
         )
@@ -363,13 +281,55 @@ class Planner:
             ) from error
 
     def _placed_draft(self, draft: OpenedModel, target: Planned, hardware: Hardware) -> PlannedDraft:
-        """On the GPU of the target's last layer if that has room, else on the CPU. One that attends to the target's
-        keys and values goes nowhere else than these."""
+        """With experts in RAM; where the target's are in files, those of its own layers in the same slots, and others
+        in slots of their own where RAM has no room for all."""
         config = replace(draft.config, cache_lens=target.num_slots, chunk_size=target.chunk_size)
-        draft = replace(draft, config=config)
         size = self.cache_plan.page_size(target.shapes)
         cache_plan = CachePlan(self.cache_plan.max_batch_size, size, slots=target.num_slots)
-        planner = Planner(draft, None, cache_plan, is_draft=True, _rules=self._draft_rules)
+        planner = Planner(replace(draft, config=config), None, cache_plan, is_draft=True, _rules=self._draft_rules)
+        if self.expert_files is None:
+            return self._draft_on(planner, target, hardware)
+        if self.opened.config.draft_model is None:  # its own layer for multi-token prediction
+            files = self.expert_files.of_mtp_layer(self.opened.facts.num_layers)
+            try:
+                return self._draft_on(replace(planner, expert_files=files), target, hardware)
+            except UnsupportedError as error:
+                found = self._draft_on(planner, target, hardware)
+                return replace(found, experts=f"experts of the layer that drafts are in RAM: {error}")
+        found = self._draft_on(planner, target, hardware)
+        return found if not found.planned.expert_bytes_on_cpu else self._with_a_share(found, planner, target, hardware)
+
+    def _with_a_share(
+        self, in_ram: PlannedDraft, planner: Planner, target: Planned, hardware: Hardware
+    ) -> PlannedDraft:
+        """A draft model with all experts in RAM where that leaves the target's what they need, else with slots: as
+        large a part of what is left as its experts are of all."""
+        config, top_k = self.opened.config, self.opened.facts.top_k()
+        asked, ram = int(config.experts_ram * 2**30), target.plan.capacity["cpu"]
+        least = with_expert_slots(target.plan, asked or 1, top_k)
+        left = ram - reserve_of(ram) - least.total_bytes["cpu"]
+        if in_ram.nbytes.get("cpu", 0) <= left:
+            room = format_bytes(in_ram.planned.expert_bytes_on_cpu)
+            return replace(in_ram, experts=f"experts of the draft model are in RAM, which has room for them ({room})")
+        try:
+            files = open_expert_files(planner.opened)
+            found = self._draft_on(replace(planner, expert_files=files), target, hardware)
+        except (ConfigError, FormatError) as error:
+            return replace(in_ram, experts=f"experts of the draft model are in RAM: {error}")
+        stored = found.planned.plan.stored_experts
+        if not stored:
+            return in_ram
+        left -= found.nbytes["cpu"] - found.planned.plan.extra_bytes[EXPERT_SLOTS]["cpu"]
+        others = target.plan.stored_experts
+        share = asked * stored // others if asked else left * stored // (stored + others)
+        opened = replace(planner.opened, config=replace(planner.opened.config, experts_ram=max(share, 1) / 2**30))
+        found = self._draft_on(replace(planner, opened=opened, expert_files=files), target, hardware)
+        return replace(found, experts=f"the draft model: {describe_slots(found.planned.plan)}")
+
+    def _draft_on(self, planner: Planner, target: Planned, hardware: Hardware) -> PlannedDraft:
+        """On the GPU of the target's last layer if that has room, else on the CPU. One that attends to the target's
+        keys and values goes nowhere else than these."""
+        draft, cache_plan = planner.opened, planner.cache_plan
         hardware = replace(hardware, devices=Devices(hardware.devices.gpu))  # with work space of their own
         plan, last = target.plan, target.layer_devices[-1:]
         if draft.facts.is_borrowing:

@@ -225,18 +225,23 @@ class PagedExecutor:
         `recover` helps. Where experts cannot be read from their files, what the step was for ends with an error, and
         other requests go on.
         """
+        began_ns = time.monotonic_ns()
         try:
-            return self._computed(plan, meanwhile)
+            return self._computed(plan, meanwhile, began_ns)
         except ReadError as error:
             if self._has_lost_step:  # it has run with tokens that are none, and states with it
                 raise
             logger.error("a step failed, and the answers that were in it end: %s", error)
             self._previous = [0] * sum(row.is_sampled for row in plan.rows)
             stored, stored_rows = self.experts.take_stored()
+            if self.recorder is not None:  # native records go on with the next step
+                times = began_ns, time.monotonic_ns(), 0
+                record = self._record(plan, (), times, self.recorder.epoch)
+                record = msgspec.structs.replace(record, stored=stored, stored_rows=stored_rows, has_failed=True)
+                self.recorder.post(record)
             return msgspec.structs.replace(unread_result(plan, str(error)), stored=stored, stored_rows=stored_rows)
 
-    def _computed(self, plan: StepPlan, meanwhile: Callable[[], None] | None) -> StepResult:
-        began_ns = time.monotonic_ns()
+    def _computed(self, plan: StepPlan, meanwhile: Callable[[], None] | None, began_ns: int) -> StepResult:
         self._end(plan.ended)
         if plan.tiers is not None and self.tiers is not None:
             self.tiers.run(plan.tiers)
@@ -270,7 +275,8 @@ class PagedExecutor:
         ended_ns, (stored, stored_rows) = time.monotonic_ns(), self.experts.take_stored()
         if recorder is not None:
             drawn = [sum(1 for _ in result.tokens) for result in results]
-            record = self._record(plan, kept, drawn, (began_ns, ended_ns, sampling_ns), recorder.epoch)
+            times = began_ns, ended_ns, sampling_ns
+            record = self._record(plan, self._sampled(plan, kept, drawn), times, recorder.epoch)
             recorder.end_step(msgspec.structs.replace(record, stored=stored, stored_rows=stored_rows))
         return StepResult(
             step_id=plan.step_id,
@@ -297,17 +303,21 @@ class PagedExecutor:
     def _tier_result(self, row_seconds: float = 0.0) -> TierResult | None:
         return None if self.tiers is None else self.tiers.result(row_seconds)
 
-    def _record(
-        self, plan: StepPlan, kept: KeptRows, drawn: Sequence[int], times: tuple[int, int, int], epoch: int
-    ) -> StepRecord:
-        """drawn: tokens of each sampled row. times: when the step began and ended, and how long sampling took, ns."""
-        starts = [self._runs[row.run_id].start for row in plan.rows]
-        sampled, at = list[tuple[str, int]](), 0
-        counts = iter(drawn)
-        for start, row in zip(starts, plan.rows, strict=True):
+    def _sampled(self, plan: StepPlan, kept: KeptRows, drawn: Sequence[int]) -> list[tuple[str, int]]:
+        """StepRecord.sampled. drawn: tokens of each sampled row."""
+        sampled, at, counts = list[tuple[str, int]](), 0, iter(drawn)
+        for row in plan.rows:
             if row.is_sampled:
-                sampled += [(start.request_id, kept.rows[i]) for i in kept.sampled[at : at + next(counts)]]
+                request_id = self._runs[row.run_id].start.request_id
+                sampled += [(request_id, kept.rows[i]) for i in kept.sampled[at : at + next(counts)]]
                 at += 1 + row.num_drafts
+        return sampled
+
+    def _record(
+        self, plan: StepPlan, sampled: Sequence[tuple[str, int]], times: tuple[int, int, int], epoch: int
+    ) -> StepRecord:
+        """times: when the step began and ended, and how long sampling took, ns."""
+        starts = [self._runs[row.run_id].start for row in plan.rows]
         return StepRecord(
             epoch=epoch,
             step_id=plan.step_id,

@@ -27,7 +27,7 @@ from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.cpu.expert_store import ReadError
 from ktransformers.operators.attention.rope import KRotaryEmbedding
 from ktransformers.operators.layers.native_stack import NativeStack
-from ktransformers.operators.layers.traced import PROBE_ROWS, layer_list, probe_context, probe_logits
+from ktransformers.operators.layers.traced import PROBE_ROWS, layer_list, probe_context, probe_ids, probe_logits
 from ktransformers.operators.linear.embedding import KEmbedding
 from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.operators.norm import KRMSNorm
@@ -101,7 +101,7 @@ def find_fused_decode(model: Any, shapes: list[LayerShape], pool: WorkerPool, lo
     short = _parts(model)
     if short is None:
         return None
-    ids = torch.arange(PROBE_ROWS) * max(short.vocab_size // PROBE_ROWS, 1)
+    ids = probe_ids(short.vocab_size)
     for first, keep in ((0, [0, PROBE_ROWS - 1]), (max(longest - PROBE_ROWS, 0), list(range(PROBE_ROWS)))):
         positions, kept = torch.arange(PROBE_ROWS) + first, torch.tensor(keep)
         try:

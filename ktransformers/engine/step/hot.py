@@ -31,7 +31,7 @@ from ktransformers.operators.experts.split import PrefillRates
 from ktransformers.operators.experts.streamed import ExpertPrefill, PrefillLayer
 from ktransformers.optimize.hot_slots import HotSlots
 from ktransformers.optimize.plan import Plan
-from ktransformers.profiling.stored_counts import NOTHING_STORED, StoredCounts
+from ktransformers.profiling.stored_counts import StoredCounts, sum_stored
 from ktransformers.system.file_kinds import size_of
 
 __all__ = ["HotGpu", "HotService", "StepExperts", "open_hot"]
@@ -189,10 +189,10 @@ class HotService:
 
 class StepExperts:
     """The routed experts of a loaded model, as results of steps report on them. hot: those in slots of GPUs. files:
-    what others are read from; None where all are in memory."""
+    what others are read from, of the model and of what drafts for it; none where all are in memory."""
 
     def __init__(
-        self, stats: ExpertStats | None = None, hot: HotService | None = None, files: ExpertFiles | None = None
+        self, stats: ExpertStats | None = None, hot: HotService | None = None, files: Sequence[ExpertFiles] = ()
     ) -> None:
         self._stats, self.hot, self._files = stats or ExpertStats(), hot or HotService(), files
         self._counted = (0, 0, 0)
@@ -207,7 +207,8 @@ class StepExperts:
 
     def take_stored(self) -> tuple[StoredCounts, StoredCounts]:
         """Return StepResult.stored and stored_rows since the last call."""
-        return (NOTHING_STORED, NOTHING_STORED) if self._files is None else self._files.take()
+        taken = [one.take() for one in self._files]
+        return sum_stored([experts for experts, _ in taken]), sum_stored([rows for _, rows in taken])
 
 
 def _costs(rates: PrefillRates | None) -> HotCosts:

@@ -123,6 +123,10 @@ class StepLayout:
         """Finish a step of num_rows rows, which is over. Raises EngineError when experts failed on the CPU in it."""
         self.settle()
         self.check_experts()
+        self.finished(num_rows)
+
+    def finished(self, num_rows: int) -> None:
+        """Let the followers know that a step of num_rows rows is over."""
         for follower in self.followers:
             follower.finished(num_rows)
 

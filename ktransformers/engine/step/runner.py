@@ -16,6 +16,7 @@ from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.gpu_profile import GpuProfile
 from ktransformers.engine.step.hidden import HiddenStatesHook
 from ktransformers.errors import EngineError
+from ktransformers.kernels.cpu.expert_store import ReadError
 
 __all__ = ["ModelRunner"]
 
@@ -136,26 +137,34 @@ class ModelRunner:
     @torch.inference_mode()
     def release(self, token_ids: torch.Tensor, *, is_wanted: bool = True) -> None:
         """Let the step that is held go on, with its tokens int64 [T] on the CPU; then finish the one before it. Raises
-        EngineError as `reduced_step` does. is_wanted: whether `reduced_step` will be called for it; else it comes to
-        nothing."""
+        EngineError as `reduced_step` does, and ReadError, behind which the step that was held is still one. is_wanted:
+        whether `reduced_step` will be called for it; else it comes to nothing."""
         decode, layout = self._decode, self._pass.layout
         assert decode is not None, "no step is held"
         assert layout is not None, "steps are held on GPUs"
         self._held_rows, unfinished, self._unfinished_rows = 0, self._unfinished_rows, 0
+        failed: Exception | None = None
+        try:
+            layout.check_experts()  # of the step that is over, before the next one may fail
+        except (EngineError, ReadError) as error:
+            failed = error
         decode.release(token_ids)
         if not is_wanted:
             decode.drop_released()
             layout.wait()
             try:
                 layout.check_experts()  # of both steps, lest the next one has their errors
-            except EngineError as error:
-                logger.warning("in a step that comes to nothing: %s", error)
+            except (EngineError, ReadError) as error:
+                failed = failed or error
+            if failed is not None:
+                logger.warning("in a step that comes to nothing: %s", failed)
             return
-        try:
-            layout.finish(unfinished)
-        except EngineError:
+        if isinstance(failed, EngineError):
             decode.drop_released()
-            raise
+        if failed is not None:
+            raise failed
+        layout.settle()
+        layout.finished(unfinished)
 
     def drop_released(self) -> None:
         """Forget a step that was released, and for which `reduced_step` will not be called after all."""

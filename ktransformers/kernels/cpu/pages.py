@@ -21,6 +21,7 @@ from ktransformers.kernels.extension import extension
 __all__ = [
     "PAGE",
     "advise_huge_pages",
+    "few_bytes",
     "is_cache_dropped",
     "note_mapping",
     "page_out",
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 PAGE = mmap.PAGESIZE  # on aarch64 also 16 or 64 KiB
 _HUGE_PAGE = 2 << 20
-_MADV_DONTNEED, _MADV_HUGEPAGE = 4, 14
+_MADV_NORMAL, _MADV_RANDOM, _MADV_DONTNEED, _MADV_HUGEPAGE = 0, 1, 4, 14
 
 _drops_cache: ContextVar[bool] = ContextVar("drops_cache", default=False)
 
@@ -129,6 +130,22 @@ def read_ahead(part: Tensor) -> None:
     """Ask the system to read the pages under a view of a mapped file, without waiting for them."""
     if part.numel() and _is_mapped(part):
         extension.read_ahead(part.data_ptr(), part.nbytes)
+
+
+def few_bytes(part: Tensor) -> bytes:
+    """Return the bytes under a small view of a mapped file, for which its pages alone are read.
+
+    Elsewhere a page that is not there has the system read what lies around it, too: megabytes on some disks.
+    """
+    is_alone = _is_mapped(part)
+    first, end = part.data_ptr() // PAGE * PAGE, -(-(part.data_ptr() + part.nbytes) // PAGE) * PAGE
+    if is_alone:
+        _advise(first, end, _MADV_RANDOM)
+    try:
+        return bytes(part.numpy().tobytes())
+    finally:
+        if is_alone:
+            _advise(first, end, _MADV_NORMAL)
 
 
 def trim_heap() -> None:

@@ -29,6 +29,7 @@ from ktransformers.operators.layers.traced import (
     LayerCall,
     keep_attention_type,
     layer_list,
+    probe_ids,
     probe_logits,
 )
 
@@ -136,5 +137,5 @@ def stack_cpu_layers(model: nn.Module, shapes: list[LayerShape], pool: WorkerPoo
 
 def _logits(model: nn.Module, shapes: list[LayerShape], pool: WorkerPool) -> torch.Tensor:
     """Of all rows of a step of different tokens."""
-    rows = torch.arange(PROBE_ROWS)
-    return probe_logits(model, shapes, pool, rows, rows, rows).clone()
+    rows, ids = torch.arange(PROBE_ROWS), probe_ids(int(model.config.vocab_size))  # type: ignore[union-attr, arg-type]
+    return probe_logits(model, shapes, pool, ids, rows, rows).clone()

@@ -46,6 +46,7 @@ __all__ = [
     "pass_context_to_attention",
     "pass_context_to_layers",
     "probe_context",
+    "probe_ids",
     "probe_logits",
     "trace_step",
 ]
@@ -182,6 +183,12 @@ def pass_context(module: nn.Module, inner: Iterable[nn.Module]) -> None:
     module.register_forward_hook(lambda *_: given.clear(), always_call=True)
     for part in inner:
         part.register_forward_pre_hook(add, with_kwargs=True)
+
+
+def probe_ids(vocab_size: int) -> torch.Tensor:
+    """Return the tokens of probes, int64 [PROBE_ROWS]: different ones, and the same in all probes, so that experts in
+    files are read for the first of them."""
+    return torch.arange(PROBE_ROWS) * max(vocab_size // PROBE_ROWS, 1)
 
 
 def probe_context(shapes: list[LayerShape], pool: WorkerPool, rows: int, past: int = 0) -> ForwardContext:

@@ -167,4 +167,5 @@ def _stored_tiles(profile: Profile) -> list[tuple[str, str]]:
                 ("of them read from the disk", number(nbytes / 1e9, "GB")),
                 ("waited for the disk", number(micros / 1e6, "s")),
             ]
-    return tiles
+    failed = float(np.nansum(profile.steps.read("failed")["failed"]))
+    return [*tiles, ("steps that failed", f"{failed:,.0f}")] if failed else tiles

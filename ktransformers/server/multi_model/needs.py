@@ -18,7 +18,7 @@ from ktransformers.server.balance.messages import decode, encode
 from ktransformers.system.child import framed, read_frame, spawn_code
 from ktransformers.system.cores import usable_cores
 
-__all__ = ["ModelNeeds", "ToPlan", "find_needs", "pinned", "plan_needs"]
+__all__ = ["ModelNeeds", "ToPlan", "find_needs", "pinned", "plan_needs", "with_shares"]
 
 _MOST_AT_ONCE = 4
 """Processes that plan: each has torch in memory."""
@@ -45,7 +45,9 @@ class ModelNeeds:
     {device: bytes} that are free now.
 
     cache_lens, chunk_size, uses_gpus: what was left to the plan. error: why it cannot run; all else is empty then.
-    ram_bytes: of the machine. expert_slots: bytes of RAM for experts that stay in files; 0: none do.
+    ram_bytes: of the machine. expert_slots: bytes of RAM for experts that stay in files; 0: none do. They are
+    stored_experts bytes, of which RAM has to have least_slots. reserve: bytes that slots leave free where nobody says
+    how large they are.
     """
 
     nbytes: dict[str, int] = field(default_factory=dict)
@@ -55,6 +57,9 @@ class ModelNeeds:
     chunk_size: int = 0
     uses_gpus: bool = False
     expert_slots: int = 0
+    stored_experts: int = 0
+    least_slots: int = 0
+    reserve: int = 0
     error: str = ""
 
 
@@ -78,6 +83,48 @@ def pinned(config: EngineConfig, needs: ModelNeeds) -> EngineConfig:
     )
 
 
+def with_shares(
+    needs: Sequence[ModelNeeds], are_open: Sequence[bool], are_wanted: Sequence[bool], memory: int
+) -> list[ModelNeeds]:
+    """Return needs in which slots of experts that stay in files share `memory` bytes of RAM: what they have above the
+    least, in the ratio of their experts' bytes, so that all models run beside each other.
+
+    are_open: of each model, whether nobody says how large its slots are. Where not all models have room, those do that
+    are_wanted at the start or for ever, and each of the others takes turns in what these leave.
+    """
+    shared = _shared(needs, are_open, range(len(needs)), memory)
+    if shared is not None:
+        return shared
+    wanted = [i for i, is_wanted in enumerate(are_wanted) if is_wanted]
+    shared = _shared(needs, are_open, wanted, memory) or list(needs)
+    left = memory - sum(shared[i].nbytes["cpu"] for i in wanted)
+    for i in set(range(len(needs))) - set(wanted):
+        shared = _shared(shared, are_open, [i], left) or shared
+    return shared
+
+
+def _shared(
+    needs: Sequence[ModelNeeds], are_open: Sequence[bool], group: Sequence[int], memory: int
+) -> list[ModelNeeds] | None:
+    """As `with_shares`, of the models of a group; None where they do not fit."""
+    slots = {i: needs[i].least_slots for i in group if are_open[i] and needs[i].expert_slots}
+    taken = sum(needs[i].nbytes["cpu"] - (needs[i].expert_slots if i in slots else 0) for i in group)
+    left = memory - taken - max((needs[i].reserve for i in slots), default=0) - sum(slots.values())
+    if left < 0:
+        return None
+    growing = sorted(slots, key=lambda i: needs[i].stored_experts)
+    while growing:  # the smallest first: what it cannot use is for the others
+        i, stored = growing[0], sum(needs[i].stored_experts for i in growing)
+        more = min(left * needs[i].stored_experts // stored, needs[i].stored_experts - slots[i])
+        slots[i], left, growing = slots[i] + more, left - more, growing[1:]
+    return [_with_slots(one, slots[i]) if i in slots else one for i, one in enumerate(needs)]
+
+
+def _with_slots(needs: ModelNeeds, nbytes: int) -> ModelNeeds:
+    cpu = needs.nbytes["cpu"] - needs.expert_slots + nbytes
+    return replace(needs, nbytes={**needs.nbytes, "cpu": cpu}, expert_slots=nbytes)
+
+
 def _in_child(model: ToPlan) -> ModelNeeds:
     done = subprocess.run(spawn_code(__name__), input=framed(encode(model)), stdout=subprocess.PIPE, check=False)
     if done.returncode:
@@ -95,7 +142,7 @@ def plan_needs(model: ToPlan) -> ModelNeeds:
     from ktransformers.engine.plan.dry_run import on_one_thread
     from ktransformers.engine.plan.hardware import Hardware
     from ktransformers.engine.plan.planning import Planner
-    from ktransformers.optimize.expert_slots import EXPERT_SLOTS
+    from ktransformers.optimize.expert_slots import EXPERT_SLOTS, reserve_of, slot_bounds
 
     try:
         opened = open_model(as_served(model.config))
@@ -110,6 +157,7 @@ def plan_needs(model: ToPlan) -> ModelNeeds:
     if misfit is not None:
         return ModelNeeds(error=misfit)
     nbytes = planned.plan.total_bytes
+    least, most = slot_bounds(planned.plan, opened.facts.top_k(), planned.beside)
     placed = {entry.placement.generate_device for entry in planned.plan.entries}
     return ModelNeeds(
         nbytes=nbytes | {"cpu": nbytes.get("cpu", 0) + model.beside},
@@ -119,6 +167,9 @@ def plan_needs(model: ToPlan) -> ModelNeeds:
         chunk_size=planned.chunk_size,
         uses_gpus=bool(placed - {"cpu"}),
         expert_slots=planned.plan.extra_bytes.get(EXPERT_SLOTS, {}).get("cpu", 0),
+        stored_experts=most,
+        least_slots=least,
+        reserve=reserve_of(planned.plan.capacity["cpu"]),
     )
 
 

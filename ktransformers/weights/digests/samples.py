@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 
+from ktransformers.kernels.cpu.pages import few_bytes
 from ktransformers.weights.source import WeightSource
 
 __all__ = ["digest_of", "samples", "tensor_sizes"]
@@ -39,4 +40,4 @@ def samples(source: WeightSource) -> Iterator[bytes]:
         data = source.stored_bytes(name)
         if data is not None:
             middle = max((data.numel() - SAMPLE_BYTES) // 2, 0)
-            yield data[middle : middle + SAMPLE_BYTES].numpy().tobytes()
+            yield few_bytes(data[middle : middle + SAMPLE_BYTES])

@@ -21,7 +21,9 @@ def mapped_extents(experts: MappedExperts, files: Sequence[Path]) -> list[list[E
     they have to be converted while loading.
     """
     if experts.why_not is not None:
-        raise UnsupportedError(f"{experts.why_not}; pack the model first: ktransformers pack MODEL")
+        raise UnsupportedError(
+            f"{experts.why_not}; pack the model first: ktransformers pack MODEL, with the same --cpu_quant"
+        )
     index = {path: number for number, path in enumerate(files)}
     parts = [part for part in (experts.gate, experts.up, experts.down) if part is not None]
     return [[extent_of(matrix, index) for matrix in matrices] for matrices in zip(*parts, strict=True)]

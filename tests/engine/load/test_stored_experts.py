@@ -115,6 +115,24 @@ def test_a_packed_file_is_read_in_the_place_of_the_model(demo: Path, expected: l
         plan_model(EngineConfig(gguf_path=other, experts_from="disk"))
 
 
+def test_matrices_that_are_stored_transposed_need_a_packed_file(tmp_path: Path) -> None:
+    folder = write_safetensors(tiny_model("gpt_oss", hidden=256), tmp_path)
+    config = EngineConfig(model_path=folder, cache_lens=64, cpu_infer=1, experts_from="disk")
+    with pytest.raises(UnsupportedError, match=r"F32 and has to be laid out anew, by rows; pack the model first"):
+        plan_model(config)
+
+
+def test_a_link_to_a_packed_file_that_is_gone_is_told(
+    demo: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tmp_path / "model.gguf"
+    model.symlink_to(demo)
+    (tmp_path / "model.experts.kt").symlink_to(tmp_path / "gone.kt")
+    assert plan_model(EngineConfig(gguf_path=model, experts_from="disk")).stored_experts
+    (said,) = [one.getMessage() for one in caplog.records if "which is not there" in one.getMessage()]
+    assert str(tmp_path / "gone.kt") in said
+
+
 class _Silent:
     def advance(self, nbytes: int) -> None: ...
 
@@ -161,7 +179,9 @@ def test_families_have_the_same_logits(family: str, experts: QuantType | None, t
 def test_what_has_to_be_converted_needs_a_packed_file(tmp_path: Path) -> None:
     folder = write_safetensors(tiny_model("qwen3_moe", hidden=256), tmp_path)
     config = EngineConfig(model_path=folder, cache_lens=64, cpu_infer=1, cpu_quant="q4_0", experts_from="disk")
-    with pytest.raises(UnsupportedError, match="ktransformers pack MODEL"):
+    with pytest.raises(
+        UnsupportedError, match=r"F32 and has to be made Q4_0; .* pack MODEL, with the same --cpu_quant"
+    ):
         plan_model(config)
     pack_model(config, None, lambda name, nbytes: _Silent())
     assert plan_model(config).stored_experts > 0
@@ -173,7 +193,9 @@ def test_a_read_that_fails_ends_its_answers_and_nothing_else(
     demo: Path, expected: list[list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
     with opened(demo, experts_from="disk", experts_ram=SOME) as llm:
-        files_of(llm).store.handle._fail_next(1)
+        store = files_of(llm).store
+        store.fill(wait=True)  # which the next read is not to be of
+        store.handle._fail_next(1)
         with pytest.raises(EngineError, match=r"demo\.gguf"):
             answers(llm)
         assert "the answers that were in it end" in caplog.text
@@ -221,6 +243,7 @@ def test_files_are_closed_with_the_engine(demo: Path) -> None:
 
 def test_a_profile_has_what_was_found_read_and_waited_for(demo: Path, tmp_path: Path) -> None:
     with opened(demo, experts_from="disk", experts_ram=1e-6, profile=tmp_path / "profile") as llm:
+        files_of(llm).store.fill(wait=True)  # which is of no step
         before = files_of(llm).store.stats()
         answers(llm)
         after = files_of(llm).store.stats()
@@ -233,6 +256,28 @@ def test_a_profile_has_what_was_found_read_and_waited_for(demo: Path, tmp_path: 
     assert found["parts_us"][:, PARTS.index("wait_disk")].sum() > 0
     write_report(profile, tmp_path / "report.html")
     assert "experts found in RAM" in (tmp_path / "report.html").read_text()
+
+
+def test_a_profile_marks_a_step_that_failed(demo: Path, expected: list[list[int]], tmp_path: Path) -> None:
+    """Which has a line, and no tokens; those behind it are all there."""
+    with opened(demo, experts_from="disk", experts_ram=1e-6, profile=tmp_path / "profile") as llm:
+        store = files_of(llm).store
+        store.fill(wait=True)  # which the next read is not to be of
+        store.handle._fail_next(1)
+        with pytest.raises(EngineError, match=r"demo\.gguf"):
+            answers(llm)
+        assert answers(llm) == expected
+    profile = load(tmp_path / "profile")
+    steps = profile.steps.read("step", "failed", "sampled", "rows")
+    (failed,) = np.flatnonzero(steps["failed"])
+    assert (steps["sampled"][failed], steps["rows"][failed] > 0) == (0, True)
+    assert set(np.arange(steps["step"].max()) + 1) == set(steps["step"])
+    tokens = profile.tokens.read("step", "token", "experts")
+    assert steps["step"][failed] not in tokens["step"]
+    assert sorted(tokens["token"]) == sorted(token for answer in expected for token in answer)
+    assert (tokens["experts"] >= 0).all()
+    write_report(profile, tmp_path / "report.html")
+    assert "steps that failed" in (tmp_path / "report.html").read_text()
 
 
 def test_the_next_start_begins_with_what_was_used_most(
@@ -250,8 +295,16 @@ def test_the_next_start_begins_with_what_was_used_most(
         fill(self, scores, wait)
 
     monkeypatch.setattr(ExpertStore, "fill", filling)
-    with opened(demo, experts_from="disk", experts_ram=1e-6):
+    with opened(demo, experts_from="disk", experts_ram=1e-6) as llm:
         (scores,) = begun
+        store = files_of(llm).store
+        store.fill(wait=True)  # empty slots alone: over when the one before is
+        count = store.stats().num_slots
+        least = torch.cat(list(scores.values())).sort(descending=True).values[count - 1]
+        for number, row in enumerate(scores.values()):
+            for expert in (row > least).nonzero().flatten().tolist():
+                assert store.hold(number, expert), "one that was used most, and not what loading has read"
+                store.release(number, expert)
     assert scores.keys() == learned.keys()
     for layer, want in learned.items():
         assert torch.allclose(scores[layer], want, atol=1e-3)

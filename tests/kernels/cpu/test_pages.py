@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.disk.counters import drop_cache
 from ktransformers.kernels.cpu import pages
+from ktransformers.weights.digests.samples import samples
 from ktransformers.weights.mapped_file import map_file
 from tests.support.checks.mapped_memory import cached_bytes, mapped_bytes
 
@@ -56,3 +58,38 @@ def test_a_mapping_is_forgotten_with_its_last_view(file: Path) -> None:
     del view
     gc.collect()
     assert address not in pages._mappings
+
+
+def empty_cache(file: Path) -> None:
+    drop_cache(file)
+    if cached_bytes(file):
+        pytest.skip(f"the cache of the file system under {file.parent} cannot be emptied")
+
+
+@linux_only
+def test_few_bytes_bring_their_own_pages_into_the_cache(file: Path) -> None:
+    """And nothing around them, as a page fault does elsewhere."""
+    data = map_file(file)
+    empty_cache(file)
+    for at in (NBYTES // 3, NBYTES // 2 - 100):  # in one page, over the border of two
+        assert pages.few_bytes(data[at : at + 256]) == bytes((at + i) % 256 for i in range(256))
+    assert cached_bytes(file) == 3 * pages.PAGE
+    assert pages.few_bytes(data[5:9].clone()) == bytes([5, 6, 7, 8])
+
+
+@linux_only
+def test_samples_of_tensors_read_a_page_of_each(file: Path) -> None:
+    class Source:
+        data = map_file(file)
+
+        def stored_names(self) -> list[str]:
+            return ["a", "b", "c", "d"]
+
+        def stored_bytes(self, name: str) -> torch.Tensor:
+            quarter = NBYTES // 4
+            return self.data["abcd".index(name) * quarter :][:quarter]
+
+    source = Source()
+    empty_cache(file)
+    assert len(list(samples(source))) == 4  # type: ignore[arg-type]
+    assert cached_bytes(file) <= 8 * pages.PAGE

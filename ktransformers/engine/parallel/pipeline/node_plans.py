@@ -22,7 +22,8 @@ from ktransformers.engine.parallel.pipeline.stages import cut_stage, joined_laye
 from ktransformers.engine.plan.cache_plan import CachePlan
 from ktransformers.engine.plan.dry_run import on_one_thread
 from ktransformers.engine.plan.hardware import Hardware
-from ktransformers.engine.plan.planning import Planned, Planner
+from ktransformers.engine.plan.planned import Planned
+from ktransformers.engine.plan.planning import Planner
 from ktransformers.errors import CapacityError
 from ktransformers.models.facts import ModelFacts
 from ktransformers.operators.device import Device, Devices
