@@ -20,7 +20,7 @@ from tests.support.pictures.folders import FAMILIES, tiny_tokenizer, write_folde
 from tests.support.pictures.towers import tiny_with_tower
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-NAMES = ("qwen3_vl", "qwen3_5_moe", "gemma3", "granite4_vision", "ernie4_5_vl_moe", "paligemma")
+NAMES = ("qwen3_vl", "qwen3_5_moe", "gemma3", "granite4_vision", "ernie4_5_vl_moe", "paligemma", "idefics3")
 
 
 def drawing(width: int = 90, height: int = 70, fill: str = "red") -> Image.Image:

@@ -216,6 +216,17 @@ WHOLE: Mapping[str, dict[str, object]] = {
         "projection_dim": 64,
         "hidden_size": 64,
     },
+    "idefics3": {
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "image_size": 56,
+            "patch_size": 14,
+        },
+        "scale_factor": 2,
+    },
     "molmo2": {
         "vision_config": {
             "hidden_size": 32,

@@ -146,6 +146,9 @@ def picture(name: str, model: PreTrainedModel, height: int, width: int, seed: in
             "image_token_pooling": where,
             "image_grids": torch.tensor([[height, width, 0, 0]]),
         }
+    if name == "idefics3":
+        pixels = random(1, height * width, 3, vision.image_size, vision.image_size)
+        return {"pixel_values": pixels, "pixel_attention_mask": torch.ones(pixels[:, :, 0].shape, dtype=torch.bool)}
     if name == "granite_docling":
         pixels = random(1, height * width, 3, vision.image_size, vision.image_size)
         return {"pixel_values": pixels, "pixel_attention_mask": torch.ones(1, height * width, dtype=torch.bool)}
