@@ -8,13 +8,15 @@ of the logits' scale; a wrong rotation, mask, router or expert order is off by 1
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.support.engines.one_sequence import StaticEngine
-from tests.support.models.agreement import TOLERANCE, TYPES, engine_of, prompt
-from tests.support.models.tiny_models import tiny_model, write_safetensors
+from tests.support.models.agreement import TOLERANCE, TYPES, engine_of, logits_of, prompt
+from tests.support.models.family_models import family_config
+from tests.support.models.tiny_models import random_model, tiny_model, write_safetensors
 
 ANSWER_LEN = 16
 
@@ -59,3 +61,16 @@ def test_logits_do_not_depend_on_chunks(model_type: str, tmp_path: Path) -> None
             for at in range(0, len(ids), size)
         ]
         assert torch.equal(torch.cat(parts), whole), f"chunks of {size}"
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # of torch
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe", "hy_v4"])
+def test_shared_experts_may_be_none(model_type: str, tmp_path: Path) -> None:
+    """Their matrices have no columns, or no rows, then."""
+    config: Any = family_config(model_type)
+    config.n_shared_experts = 0
+    model = random_model(config, 1)
+    ids = prompt(config.vocab_size)
+    got = engine_of(write_safetensors(model, tmp_path)).runner.forward(ids, 0, range(len(ids)))
+    want = logits_of(model, ids)
+    assert (got - want).abs().max() <= TOLERANCE * want.abs().max()

@@ -10,6 +10,7 @@ that some layers of any model can be computed beside ours.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -201,7 +202,7 @@ class StoredWeights(TorchFunctionMode):
 
     def _product(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """In fp32; a large one on the pool's threads, because torch has one."""
-        if input.numel() // input.shape[-1] * weight.numel() < _LARGE or weight.dim() != 2:
+        if math.prod(input.shape[:-1]) * weight.numel() < _LARGE or weight.dim() != 2:
             return functional.linear(input, weight, bias)
         rows = input.reshape(-1, input.shape[-1]).contiguous()
         out = cpu.linear(rows, RawTensor.from_tensor(weight), self._pool, bias=bias)

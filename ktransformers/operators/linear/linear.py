@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import ClassVar
 
 import torch
@@ -139,7 +140,8 @@ class KTransformersLinear(Operator):
     @override
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         x = self.device.to_device(hidden_states)
-        rows = x.reshape(-1, self.in_features).contiguous()
+        num_rows = math.prod(x.shape[:-1])  # rows have no columns where shared experts are none
+        rows = x.reshape(num_rows, self.in_features).contiguous()
         if self._group is not None:
             out = self._group.sum_product(rows, self.out_features, self._share)
         elif self._head_group is not None:

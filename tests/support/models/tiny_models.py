@@ -144,7 +144,7 @@ def fill_randomly(model: PreTrainedModel, seed: int) -> None:
                 tensor.copy_(noise)
             else:
                 fan_in = tensor.shape[-2] if _is_transposed(model.config, name) else tensor.shape[-1]
-                tensor.copy_(noise * fan_in**-0.5)
+                tensor.copy_(noise * max(fan_in, 1) ** -0.5)
 
 
 def write_safetensors(model: PreTrainedModel, folder: Path, max_shard_size: str = "1GB") -> Path:
