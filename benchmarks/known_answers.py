@@ -20,7 +20,7 @@ from unittest import mock
 from ktransformers.engine.drafting.drafter import ModelDrafter
 from ktransformers.engine.sampling.logits_request import StepLogits
 from ktransformers.engine.sampling.sampler import RequestSampler, SampledToken, sample_each
-from ktransformers.engine.step import paged
+from ktransformers.engine.step import executor
 from ktransformers.engine.step.drafts import DraftRequest
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.cpu import WorkerPool
@@ -111,7 +111,7 @@ class KnownAnswers:
         """While open, requests of any engine in this process have these answers and drafts. drafter: "ngram" looks
         nothing up; of others the engine drafts by its model, and the text is looked at as ever."""
         with ExitStack() as patches:
-            patches.enter_context(mock.patch.object(paged, "sample_each", self._sampled))
+            patches.enter_context(mock.patch.object(executor, "sample_each", self._sampled))
             if drafter == "ngram":
                 patches.enter_context(mock.patch.object(planner, "PromptLookup", self._drafter))
             else:
