@@ -40,7 +40,7 @@ def qwen(**flags: object) -> OpenedModel:
 
 
 def planned(opened: OpenedModel, hardware: Hardware) -> Planned:
-    return Planner(opened, None, CachePlan.of(opened)).settle(hardware)[0]
+    return Planner(opened, None, CachePlan.of(opened)).plan(hardware)[0]
 
 
 def on_gpu(plan: Planned) -> float:

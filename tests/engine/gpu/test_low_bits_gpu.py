@@ -52,7 +52,9 @@ def test_a_model_of_few_bits_on_the_gpu(name: str, tmp_path: Path) -> None:
     engine, plain = static_engine(config, hardware=fake_hardware()), static_engine(config, hardware=fake_hardware(0))
     held = [operator for operator in engine.plan.operators.values() if isinstance(operator, KTransformersExperts)]
     found = [path.experts for operator in held if (path := operator.path(ResidentPath)) is not None]
-    assert [(gpu.up.qtype, gpu.up.layout) for gpu in found] == [(QuantType[name], GpuLayout.CPU_PACKED)]
+    assert [(gpu.matrices.up.qtype, gpu.matrices.up.layout) for gpu in found] == [
+        (QuantType[name], GpuLayout.CPU_PACKED)
+    ]
     ids = list(range(3, 12))
     got, want = (each.runner.forward(ids, 0, range(len(ids))).float() for each in (engine, plain))
     # The CPU rounds activations to 8 bits of a block's largest, 2^-8 of it, the GPU's are fp16: through one layer.
@@ -73,7 +75,7 @@ def test_types_with_a_grid_are_multiplied_in_their_own_bits(tmp_path: Path) -> N
     experts = next(one for one in engine.plan.operators.values() if isinstance(one, KTransformersExperts))
     resident = experts.path(ResidentPath)
     assert resident is not None
-    assert resident.experts.down.layout is GpuLayout.CPU_PACKED
+    assert resident.experts.matrices.down.layout is GpuLayout.CPU_PACKED
     with torch.no_grad():
         want = dequantized(model, of_experts, others)(torch.tensor([ids])).logits[0]
     errors = (engine.runner.forward(ids, 0, range(len(ids))) - want).norm(dim=-1) / want.norm(dim=-1)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import COMPILING
-from ktransformers.engine.load import arrange, ready
+from ktransformers.engine.load import arrange, graphs
 from ktransformers.engine.load.builder import Engine, Hardware, build_engine
 from ktransformers.engine.load.warmup import WarmupShapes, row_counts
 from ktransformers.engine.parallel.ranks.driver import Driver
@@ -62,7 +62,7 @@ class Rehearsed:
 @pytest.fixture
 def rehearsals(monkeypatch: pytest.MonkeyPatch) -> list[Rehearsed]:
     rehearsed: list[Rehearsed] = []
-    real = ready.warm_up
+    real = graphs.warm_up
 
     def warm_up(forward: ForwardPass, *args: Any) -> Compiled:
         launches: list[tuple[Any, ...]] = []
@@ -74,9 +74,9 @@ def rehearsals(monkeypatch: pytest.MonkeyPatch) -> list[Rehearsed]:
             rehearsed.append(Rehearsed(found, len(launches), kinds, list(run)))
         return found
 
-    for module in (arrange, ready):
+    for module in (arrange, graphs):
         monkeypatch.setattr(module, "compiles", lambda: True)
-    monkeypatch.setattr(ready, "warm_up", warm_up)
+    monkeypatch.setattr(graphs, "warm_up", warm_up)
     return rehearsed
 
 
@@ -253,7 +253,7 @@ def test_a_rehearsal_changes_nothing(
     stats = ExpertStats()
     new_paged(tmp_path, expert_stats=stats)
     assert len(rehearsals) == 2
-    for module in (arrange, ready):
+    for module in (arrange, graphs):
         monkeypatch.setattr(module, "compiles", lambda: False)
     assert torch.equal(logits_in_steps(static_engine(config, hardware=fake_hardware()), ids), got)
     plain = ExpertStats()

@@ -127,7 +127,7 @@ def test_experts_on_gpus_are_divided(tmp_path: Path) -> None:
         assert sorted(ranks._resolved.divided) == sorted(op.key for op in experts)
         paths = [op.path(ResidentPath) for op in experts]
         assert all(path is not None and path.experts is not None for path in paths)
-        inner = {path.experts.up.rows for path in paths if path is not None and path.experts is not None}
+        inner = {path.experts.matrices.up.rows for path in paths if path is not None and path.experts is not None}
         assert (experts[0].layout.intermediate_size, inner) == (96, {64})
         assert engine.plan.weight_bytes["cuda:0"] < 0.8 * whole
         got = [logits(engine, IDS[:2], 0, (-1, 0)), logits(engine, [5], 2, (0, 0))]
