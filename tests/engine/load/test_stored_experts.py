@@ -244,6 +244,7 @@ def test_files_are_closed_with_the_engine(demo: Path) -> None:
 def test_a_profile_has_what_was_found_read_and_waited_for(demo: Path, tmp_path: Path) -> None:
     with opened(demo, experts_from="disk", experts_ram=1e-6, profile=tmp_path / "profile") as llm:
         files_of(llm).store.fill(wait=True)  # which is of no step
+        files_of(llm).take()
         before = files_of(llm).store.stats()
         answers(llm)
         after = files_of(llm).store.stats()
