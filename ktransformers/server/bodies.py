@@ -88,7 +88,9 @@ class _MeasuredRequest(Request):
     async def _parsed(self) -> Any:
         coding = self.headers.get("content-encoding", "identity").strip().lower()
         if coding not in ("", "identity"):
-            raise HTTPException(415, f"the body is sent as {coding[:40]}: send it uncompressed, without Content-Encoding")
+            raise HTTPException(
+                415, f"the body is sent as {coding[:40]}: send it uncompressed, without Content-Encoding"
+            )
         data, service = await self.body(), service_of(self)
         if len(data) < _SHORT:
             body, altered = _parse(data, service.json_limits)

@@ -237,7 +237,7 @@ def test_which_ggufs_read_pictures(tmp_path: Path) -> None:
     assert "no config.json" in str(why_no_pictures(EngineConfig(gguf_path=path)))
     assert why_no_pictures(EngineConfig(gguf_path=path, mmproj=projector)) is None
     clip(projector, "ldpv2")
-    with pytest.raises(UnsupportedError, match="tower.gguf: projectors of type 'ldpv2' are not read here; "):
+    with pytest.raises(UnsupportedError, match=r"tower\.gguf: projectors of type 'ldpv2' are not read here; "):
         why_no_pictures(EngineConfig(gguf_path=path, mmproj=projector))
     beside = projector.rename(tmp_path / "mmproj-F32.gguf")
     why_not = why_no_pictures(EngineConfig(gguf_path=path))  # whom nobody has asked for
