@@ -24,7 +24,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
 from ktransformers.core import format_bytes
-from ktransformers.errors import CapacityError, ConfigError, ConflictError, FormatError
+from ktransformers.errors import CapacityError, ConflictError, FormatError, KTransformersError
 from ktransformers.hub.cache import cache_folder, repo_folder
 from ktransformers.hub.remote import HubError, RemoteFile, Repository, hub_errors
 
@@ -92,15 +92,15 @@ class Downloader:
     def fetch(self, path: str, report: Report) -> Path:
         """Bring one file, unless it is there, and return its place in the snapshot. report: see `Report`.
 
-        Raises HubError, FormatError for a checksum that is wrong, ConfigError when another process brings the file or
-        the cache cannot be written.
+        Raises HubError, FormatError for a checksum that is wrong, ConflictError when another process brings the file,
+        and KTransformersError when the cache cannot be written.
         """
         try:
             return self._fetch(self.repository.files[path], report)
         except BrokenPipeError:
             raise  # of whoever reads the reports
         except OSError as error:
-            raise ConfigError(f"{self.folder} cannot be written: {error.strerror or error}") from error
+            raise KTransformersError(f"{self.folder} cannot be written: {error.strerror or error}") from error
 
     def _fetch(self, file: RemoteFile, report: Report) -> Path:
         blob, link = self._blob(file), self.snapshot / file.path

@@ -22,14 +22,18 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from ktransformers.errors import ConfigError
+from ktransformers.errors import ConfigError, KTransformersError
 from ktransformers.hub.names import ModelName
 
-__all__ = ["HubError", "RemoteFile", "Repository", "hub_errors", "list_repository"]
+__all__ = ["HubError", "HubRefusal", "RemoteFile", "Repository", "hub_errors", "list_repository"]
 
 
-class HubError(ConfigError):
-    """The hub has not got the model, does not give it, or cannot be reached. The message is one line."""
+class HubError(KTransformersError):
+    """The hub cannot be reached, or does not send what it should; it may later. The message is one line."""
+
+
+class HubRefusal(HubError, ConfigError):
+    """The hub has not got the model, or does not give it, however often it is asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +65,23 @@ def hub_errors(name: ModelName) -> Iterator[None]:
     try:
         yield
     except GatedRepoError as error:
-        raise HubError(f"{name.repo_id} is gated: accept its terms at {page}, then {login}") from error
+        raise HubRefusal(f"{name.repo_id} is gated: accept its terms at {page}, then {login}") from error
     except RepositoryNotFoundError as error:
-        raise HubError(f"there is no model {page}, or it is private: check the spelling, or {login}") from error
+        raise HubRefusal(f"there is no model {page}, or it is private: check the spelling, or {login}") from error
     except HFValidationError as error:
-        raise HubError(f"{name.repo_id} cannot be the name of a repository: {error}") from error
+        raise HubRefusal(f"{name.repo_id} cannot be the name of a repository: {error}") from error
     except RevisionNotFoundError as error:
-        raise HubError(f"{name.repo_id} has no branch, tag or commit {name.revision}") from error
+        raise HubRefusal(f"{name.repo_id} has no branch, tag or commit {name.revision}") from error
     except EntryNotFoundError as error:
         raise HubError(f"{name.repo_id} lost a file while it was read; try again") from error
     except OfflineModeIsEnabled as error:
-        raise HubError("HF_HUB_OFFLINE is set, so nothing can be downloaded; unset it") from error
+        raise HubRefusal("HF_HUB_OFFLINE is set, so nothing can be downloaded; unset it") from error
     except HfHubHTTPError as error:
         status = error.response.status_code
-        refused = f"; the token is not accepted: {login}" if status in (401, 403) else "; try again later"
-        raise HubError(f"{constants.ENDPOINT} answers {status} for {name.repo_id}{refused}") from error
+        said = f"{constants.ENDPOINT} answers {status} for {name.repo_id}"
+        if status in (401, 403):
+            raise HubRefusal(f"{said}; the token is not accepted: {login}") from error
+        raise HubError(f"{said}; try again later") from error
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         reason = str(error) or type(error).__name__
         raise HubError(
@@ -93,7 +99,7 @@ def list_repository(name: ModelName) -> Repository:
     for sibling in info.siblings or ():
         path = sibling.rfilename
         if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or "\\" in path:
-            raise HubError(f"{name.repo_id} lists {path!a}, which is no path inside of it; nothing was taken")
+            raise HubRefusal(f"{name.repo_id} lists {path!a}, which is no path inside of it; nothing was taken")
         files[path] = RemoteFile(
             path,
             hf_hub_url(name.repo_id, path, revision=info.sha),

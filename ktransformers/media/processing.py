@@ -98,8 +98,11 @@ class Processor:
                 )
         except Exception as error:  # whatever a processor does with a picture of a shape that it was not made for
             width, height = image.size
+            # Some make a square of each picture first.
+            is_large = isinstance(error, MemoryError)
+            reason = "it takes too much memory; make it smaller, or less narrow" if is_large else reason_of(error)
             raise ConfigError(
-                f"the model's processor refuses the picture of {width} x {height} pixels: {reason_of(error)}"
+                f"the model's processor refuses the picture of {width} x {height} pixels: {reason}"
             ) from error
         parts = (self._record.text or "").split(_BORDER)
         if len(parts) != 3:

@@ -197,6 +197,14 @@ def test_refusals_are_one_line(
     assert out == ""
 
 
+def test_a_hub_that_cannot_be_reached_may_be_tried_again(
+    hub: HubServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    assert main(["pull", "org/tiny-GGUF"]) == 1
+    assert capsys.readouterr().err.startswith("error: http://127.0.0.1:9 cannot be reached (")
+
+
 def test_an_architecture_that_cannot_run_is_refused_before_the_download(
     hub: HubServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

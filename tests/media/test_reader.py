@@ -207,6 +207,16 @@ def test_what_the_processor_refuses(reader: ChildReader) -> None:
         reader.read(bytes((64 << 20) + 1))
 
 
+def test_what_the_processor_has_no_memory_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pad(*args: object, **kwargs: object) -> None:
+        raise MemoryError("Unable to allocate 3.00 GiB")
+
+    processor = Processor(folder, lambda note: None)
+    monkeypatch.setattr(processor, "_processor", pad)
+    with pytest.raises(ConfigError, match="picture of 1 x 9 pixels: it takes too much memory; make it smaller"):
+        processor.process(Image.new("RGB", (1, 9)), "auto")
+
+
 def test_a_folder_without_a_processor(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
     reader = ChildReader(tmp_path, PictureStore())

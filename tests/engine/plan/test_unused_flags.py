@@ -13,6 +13,7 @@ from tests.support.models.demo import DEMO_CHECKPOINT, DEMO_GGUF
 
 STORED = "--cpu_quant has no effect: no experts are stored as F32, F16, BF16 or FP8"
 IN_RAM = "--experts_ram has no effect: no experts are read from the disk (--experts_from disk)"
+NO_DRAFTS = "--speculative_tokens has no effect: --speculative off drafts nothing"
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,8 @@ IN_RAM = "--experts_ram has no effect: no experts are read from the disk (--expe
         (DEMO_CHECKPOINT, {"experts_ram": 1.0}, [IN_RAM]),
         (DEMO_GGUF, {"experts_ram": 1.0, "experts_from": "disk"}, []),
         (DEMO_GGUF, {"experts_ram": 1.0, "cpu_quant": "q8_0"}, [IN_RAM, STORED]),
+        (DEMO_GGUF, {"speculative": "off", "speculative_tokens": 3}, [NO_DRAFTS]),
+        (DEMO_GGUF, {"speculative_tokens": 3}, []),
     ],
 )
 def test_flags_without_effect(

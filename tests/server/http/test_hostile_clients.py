@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gzip
 import http.client
 import json
 import os
@@ -171,14 +170,6 @@ def test_other_content_types_are_refused(content_type: str, server: ServerProces
     status, answer = exchange(server.port, post(CHAT, QUESTION, content_type=content_type))
     assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
     assert "Content-Type: application/json" in answer["error"]["message"]
-
-
-def test_compressed_bodies_are_refused_with_the_reason(server: ServerProcess) -> None:
-    packed = gzip.compress(json.dumps(QUESTION).encode())
-    status, answer = exchange(server.port, post(CHAT, packed, "Content-Encoding: GZip"))
-    assert (status, answer["error"]["type"]) == (415, "invalid_request_error")
-    assert "the body is sent as gzip: send it uncompressed" in answer["error"]["message"]
-    assert exchange(server.port, post(CHAT, QUESTION, "Content-Encoding: identity"))[0] == 200
 
 
 def chunked(body: bytes, size: int) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 from typing import Any
@@ -93,6 +94,16 @@ def test_a_malformed_head_is_a_400(server: ServerProcess) -> None:
         except ConnectionError:
             pass  # closed before all of it was sent: as good
     assert_serves(server)
+
+
+def test_compressed_bodies_are_refused_with_the_reason(server: ServerProcess) -> None:
+    packed = gzip.compress(json.dumps(QUESTION).encode())
+    for body, coding, wanted in ((packed, "GZip", 415), (json.dumps(QUESTION).encode(), "identity", 200)):
+        with connect(server) as connection:
+            connection.sendall(post(body, f"Content-Encoding: {coding}"))
+            status, answer = read_response(connection)
+        assert status == wanted
+        assert (b"the body is sent as gzip: send it uncompressed" in answer) == (wanted == 415)
 
 
 def test_bodies_over_the_limit(server: ServerProcess) -> None:
