@@ -15,6 +15,7 @@
     │   └── ContextLengthError  prompt plus answer are longer than the cache
     ├── KernelError             the native extension is missing or cannot run here
     ├── EngineError             the engine failed while it computed an answer, or its process is gone for good
+    │   ├── ConstraintError     its constraints leave an answer no token; the request is at fault
     │   └── StageLostError      a stage of a divided model is gone; another one may take its place
     ├── ListenError             another program has the port that is to be listened on
     └── ServiceError            a request that cannot be served as it came, or not now
@@ -45,6 +46,7 @@ __all__ = [
     "CapacityError",
     "ConfigError",
     "ConflictError",
+    "ConstraintError",
     "ContextLengthError",
     "ConversationError",
     "DeadlineError",
@@ -193,6 +195,10 @@ class KernelError(KTransformersError, RuntimeError):
 
 class EngineError(KTransformersError, RuntimeError):
     """The engine failed while it computed an answer, or its process is gone for good."""
+
+
+class ConstraintError(EngineError):
+    """What an answer was asked to follow leaves no token that may come next: the same request would end so again."""
 
 
 class StageLostError(EngineError):

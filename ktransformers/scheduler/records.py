@@ -153,6 +153,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class RowResult(msgspec.Struct, frozen=True):
     """The result of one sampled row, filled by the engine. error: why this row, and only this one, has no token.
+    is_refused: that is the request's own doing, which would end so again.
 
     more: the tokens behind it, one for each draft token that was accepted.
     """
@@ -162,6 +163,7 @@ class RowResult(msgspec.Struct, frozen=True):
     error: str | None = None
     embedding: bytes | None = None
     more: Sequence[RowResult] = ()
+    is_refused: bool = False
 
     @property
     def tokens(self) -> Iterator[RowResult]:
@@ -233,8 +235,8 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """News of one request, filled by the scheduler. After the one with a finish_reason there is no other.
 
     token_id: the next token of the answer; None when the answer ended without one. With finish_reason STOP it is the
-    end token. finish_reason ABORT comes with the cause: error says what went wrong, is_expired that the deadline
-    passed; neither: the caller asked for it.
+    end token. finish_reason ABORT comes with the cause: error says what went wrong, and is_refused that the request is
+    at fault; is_expired that the deadline passed; neither: the caller asked for it.
     cached_len: prompt tokens found in the prefix cache when the request was first admitted.
     completion_len: tokens of the answer so far, this one included.
     prompt_logprobs: of a stretch of the prompt; such an update may carry nothing else.
@@ -251,6 +253,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     error: str | None = None
     is_expired: bool = False
+    is_refused: bool = False
     prompt_logprobs: PromptLogprobs | None = None
     embedding: bytes | None = None
     num_drafted: int = 0

@@ -446,7 +446,7 @@ class Scheduler:
         for one in result.tokens:
             if one.token_id is None:
                 error = one.error or "the engine sent no token and no reason"
-                updates.append(seq.update(finish_reason=FinishReason.ABORT, error=error))
+                updates.append(seq.update(one, finish_reason=FinishReason.ABORT, error=error))
                 return updates, True
             if updates:
                 seq.num_accepted += 1

@@ -194,6 +194,7 @@ class Sequence:
             finish_reason=finish_reason,
             error=error,
             is_expired=is_expired,
+            is_refused=result is not None and result.is_refused,
             prompt_logprobs=prompt_logprobs,
             embedding=None if result is None else result.embedding,
             num_drafted=self.num_drafted,

@@ -146,6 +146,7 @@ def test_an_error_of_one_row_ends_one_request() -> None:
     sampled = [RowResult(None, error="logit is nan"), RowResult(4, logprobs)]
     bad, good = scheduler.commit(StepResult(step_id=1, results=sampled))
     assert (bad.request_id, bad.finish_reason, bad.error) == ("a1", FinishReason.ABORT, "logit is nan")
+    assert not bad.is_refused
     assert (good.request_id, good.token_id, good.logprobs) == ("a2", 4, logprobs)
     scheduler.check_integrity()
 

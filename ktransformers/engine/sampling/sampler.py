@@ -246,7 +246,7 @@ class RequestSampler:
         if self._holds_ends:
             adjusted[self._held_ends] = -np.inf
             if not np.isfinite(adjusted).any():
-                raise KTransformersError("no token may come next: min_tokens forbids the only ones that are allowed")
+                raise ConfigError("no token may come next: min_tokens forbids the only ones that are allowed")
         return adjusted
 
     def masked(self) -> npt.NDArray[np.uint32] | None:
@@ -261,7 +261,7 @@ class RequestSampler:
         if self._barred is not None:
             left = words & self._free
         if not left.any():
-            raise KTransformersError("no token may come next: the request's constraints exclude each other")
+            raise ConfigError("no token may come next: the request's constraints exclude each other")
         return words
 
     @functools.cached_property

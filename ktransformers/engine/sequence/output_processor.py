@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from ktransformers.core import AnswerEnd, FinishReason, GenerationStats, SamplingParams, TokenEvent, TokenLogprobs
-from ktransformers.errors import ConfigError, EngineError
+from ktransformers.errors import ConfigError, ConstraintError, EngineError
 from ktransformers.scheduler.records import RequestUpdate
 from ktransformers.tokenizer.stream import TextStream
 from ktransformers.tokenizer.tokenizer import Tokenizer
@@ -100,7 +100,8 @@ class OutputProcessor:
         """Return the event of the scheduler's next update; None when it only scores a stretch of the prompt.
 
         prefill_seconds: comes once, with the first token. An event with a finish_reason whose update has none
-        ended at a stop string: the scheduler has to be told. Raises EngineError when the answer cannot go on.
+        ended at a stop string: the scheduler has to be told. Raises EngineError when the answer cannot go on,
+        ConstraintError where that is the request's own doing.
         """
         stats, scored = self.stats, update.prompt_logprobs
         if scored is not None:
@@ -118,5 +119,5 @@ class OutputProcessor:
         if update.token_id is not None:
             return self.token(update.token_id, update.logprobs, update.finish_reason, update.embedding)
         if update.error is not None:
-            raise EngineError(update.error)
+            raise ConstraintError(update.error) if update.is_refused else EngineError(update.error)
         return self.aborted()

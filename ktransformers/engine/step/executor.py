@@ -43,7 +43,7 @@ from ktransformers.engine.step.executor_runs import (
 from ktransformers.engine.step.hidden import Pooled
 from ktransformers.engine.step.hot import StepExperts
 from ktransformers.engine.step.kv_offload import TieredCache
-from ktransformers.errors import KTransformersError
+from ktransformers.errors import ConfigError, KTransformersError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.cpu.expert_store import ReadError
 from ktransformers.media.records import MEDIA_ID_BASE
@@ -431,7 +431,7 @@ class PagedExecutor:
         tokens = sample_each(rows_of(logits, good, len(results)), samplers, positions, self._pool)
         for i, sampler, token in zip(good, samplers, tokens, strict=True):
             if isinstance(token, KTransformersError):
-                results[i] = RowResult(None, error=self._said(token))
+                results[i] = RowResult(None, error=self._said(token), is_refused=isinstance(token, ConfigError))
             else:
                 sampler.commit(token.token_id)
                 sampler.begin()

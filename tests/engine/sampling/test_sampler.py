@@ -317,7 +317,7 @@ class OnlyToken:
 def test_no_token_left_is_an_error_of_the_request() -> None:
     request = RequestSampler(SamplingParams(seed=0, allowed_token_ids=[2]), (), 4, OnlyToken(3))
     (found,) = sample_each(torch.zeros(1, 4), [request], [0])
-    assert isinstance(found, KTransformersError)
+    assert isinstance(found, ConfigError)
     assert "exclude each other" in str(found)
 
 
@@ -356,7 +356,7 @@ def test_min_tokens_that_leave_nothing_are_an_error() -> None:
     params = SamplingParams(min_tokens=1, allowed_token_ids=(2,))
     sampler = RequestSampler(params, (), 4, eos_token_ids=(2,))
     (found,) = sample_each(torch.zeros(1, 4), [sampler], [0])
-    assert isinstance(found, KTransformersError)
+    assert isinstance(found, ConfigError)
     assert "min_tokens" in str(found)
     with pytest.raises(ConfigError, match="at most max_tokens"):
         SamplingParams(min_tokens=5, max_tokens=4)

@@ -117,6 +117,14 @@ def test_logit_bias_and_penalties_reach_the_sampler(client: openai.OpenAI, llm: 
     assert answer.choices[0].message.content == llm.tokenizer.decode([banned] * 3)
 
 
+def test_a_constraint_that_ends_in_mid_answer_is_the_requests_fault(client: openai.OpenAI, llm: LLM) -> None:
+    """Clients send again what was a 500."""
+    begins = [*llm.tokenizer.encode("a", add_special_tokens=False), *llm.engine.model.eos_token_ids]
+    extra = {"structured_outputs": {"regex": "ab"}, "allowed_token_ids": begins}
+    with pytest.raises(openai.BadRequestError, match="no token may come next"):
+        chat(client, max_tokens=8, extra_body=extra)
+
+
 def test_the_prefix_of_a_conversation_is_reused(client: openai.OpenAI) -> None:
     messages: list[Any] = [{"role": "system", "content": "A prompt that no other test uses. " * 4}, *QUESTION]
     first = chat(client, messages=messages, temperature=0, max_tokens=30)
