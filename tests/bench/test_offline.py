@@ -142,7 +142,7 @@ def test_a_stream_beside_a_prompt(capsys: pytest.CaptureFixture[str]) -> None:
     assert figure["ratio"] == figure["beside_ms"] / figure["alone_ms"]
     assert figure["worst_ratio"] == figure["beside_worst_ms"] / figure["alone_ms"]
     assert 0 < figure["beside_ms"] <= figure["beside_worst_ms"]
-    assert figure["first_token_ms"] >= figure["beside_ms"]
+    assert figure["first_token_ms"] > 0
     assert "no limit); 300 tokens of the prompt a step" in text
     _, result = bench(capsys, *args, "--beside", "300", "--max_itl_ratio", "1.0001")
     assert 0 < result["stream"]["chunk"] < 300

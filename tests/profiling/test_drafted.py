@@ -30,7 +30,7 @@ def rows_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RowCosts, "seconds", lambda self, rows, more=0: 1.0)
     monkeypatch.setattr(RowCosts, "is_stale", lambda self, rows: False)
     monkeypatch.setattr(RowCosts, "losses", lambda self, rows: [0.0] * (1 + self._most - rows))
-    monkeypatch.setattr(DraftPlanner, "_look", lambda self, awake: None)  # nobody rests, however short a step is
+    monkeypatch.setattr(DraftPlanner, "_look", lambda self, *looked: None)  # nobody rests, however short a step is
 
 
 def answers(folder: Path, speculative: str, *asked: GenerationRequest) -> list[list[TokenEvent]]:

@@ -172,8 +172,10 @@ class PagedExecutor:
         self._held, self._has_lost_step = None, True  # also where its tokens cannot be looked up: it goes on without
         steps = self.runner.held_steps
         assert steps is not None, "it holds a step"
-        steps.release(held.batch.token_ids, is_wanted=is_wanted)
+        failed = steps.release(held.batch.token_ids, is_wanted=is_wanted)
         self._has_lost_step = not is_wanted
+        if failed is not None:
+            raise failed
 
     def _complete(self, inputs: StepTensors) -> None:
         """Fill in tokens that the step before has sampled."""

@@ -135,10 +135,11 @@ class ModelRunner:
         return True
 
     @torch.inference_mode()
-    def release(self, token_ids: torch.Tensor, *, is_wanted: bool = True) -> None:
-        """Let the step that is held go on, with its tokens int64 [T] on the CPU; then finish the one before it. Raises
-        EngineError as `reduced_step` does, and ReadError, behind which the step that was held is still one. is_wanted:
-        whether `reduced_step` will be called for it; else it comes to nothing."""
+    def release(self, token_ids: torch.Tensor, *, is_wanted: bool = True) -> Exception | None:
+        """Let the step that is held go on, with its tokens int64 [T] on the CPU; then finish the one before it. Returns
+        the EngineError or ReadError of that one; behind a ReadError the step that was held is still one. Raises what
+        looking the tokens up does: the step goes on without any then. is_wanted: whether `reduced_step` will be called
+        for it; else it comes to nothing."""
         decode, layout = self._decode, self._pass.layout
         assert decode is not None, "no step is held"
         assert layout is not None, "steps are held on GPUs"
@@ -158,13 +159,13 @@ class ModelRunner:
                 failed = failed or error
             if failed is not None:
                 logger.warning("in a step that comes to nothing: %s", failed)
-            return
+            return None
         if isinstance(failed, EngineError):
             decode.drop_released()
-        if failed is not None:
-            raise failed
-        layout.settle()
-        layout.finished(unfinished)
+        if failed is None:
+            layout.settle()
+            layout.finished(unfinished)
+        return failed
 
     def drop_released(self) -> None:
         """Forget a step that was released, and for which `reduced_step` will not be called after all."""

@@ -22,6 +22,7 @@ from ktransformers.engine.step.drafts import DraftRequest
 from ktransformers.kernels.types import QuantType
 from ktransformers.optimize.expert_slots import EXPERT_SLOTS
 from ktransformers.optimize.machine import Machine
+from ktransformers.profiling.stored_counts import StoredCounts
 from tests.support.engines.drafter_steps import draft_in_every_step
 from tests.support.engines.mtp_engines import check_engine, engine_of, loop_of
 from tests.support.gguf.writer import write_gguf
@@ -167,7 +168,7 @@ def test_a_draft_model_is_in_ram_while_that_has_room(
     assert in_ram.stored_experts == 0
 
 
-def test_a_draft_model_with_slots_of_its_own(models: tuple[Path, Path]) -> None:
+def test_a_draft_model_with_slots_of_its_own(models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     large, small = models
     config = EngineConfig(gguf_path=large, draft_model=small, cpu_infer=1, cache_lens=1024, self_check=False)
     config = replace(config, speculative="draft", speculative_tokens=3)
@@ -181,14 +182,14 @@ def test_a_draft_model_with_slots_of_its_own(models: tuple[Path, Path]) -> None:
     with closing(opened(replace(config, experts_from="disk"), RESERVE)) as engine:  # there is less than the reserve
         assert engine.expert_files is not None
         assert engine.plan.extra_bytes["draft model"]["cpu"] < whole.plan.extra_bytes["draft model"]["cpu"]
-        take, uses = engine.executor.take_stored, list[int]()
+        take, uses = engine.executor.experts.take_stored, list[int]()
 
-        def taken() -> tuple[int, int, int, float, int]:
+        def taken() -> tuple[StoredCounts, StoredCounts]:
             found = take()
-            uses.append(found[0] + found[1])
+            uses.append(found[0][0] + found[0][1])
             return found
 
-        engine.executor.take_stored = taken  # type: ignore[method-assign]
+        monkeypatch.setattr(engine.executor.experts, "take_stored", taken)
         before = engine.expert_files.store.stats()
         assert answers_of(engine) == expected
         after = engine.expert_files.store.stats()

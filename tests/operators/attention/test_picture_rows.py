@@ -133,7 +133,7 @@ def test_rows_see_their_picture(window: int, in_full: int, in_windows: int, star
 
 
 def test_a_picture_adds_behind_layers() -> None:
-    rows = PictureRows(torch.tensor([1, 3]), torch.zeros(2, 2), (torch.ones(2, 2), torch.full((2, 2), 5.0)))
+    rows = PictureRows(torch.tensor([1, 3]), torch.zeros(2, 2), {0: torch.ones(2, 2), 1: torch.full((2, 2), 5.0)})
     hidden = torch.zeros(1, 4, 2)
     assert rows.add_behind(1, hidden)[0, :, 0].tolist() == [0, 5, 0, 5]
     assert rows.add_behind(2, hidden) is hidden

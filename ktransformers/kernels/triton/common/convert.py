@@ -45,7 +45,7 @@ def _convert_rows_kernel(
     if SIGNALS:  # noqa: SIM102 - Triton would compile both sides of an `and`
         if arrive_last(counter, tl.num_programs(0) * tl.num_programs(1)):
             # One thread writes it, once: the CPU may have answered before a second one did.
-            at = address.to(tl.pointer_type(tl.int32))
+            at = address.to(tl.int64).to(tl.pointer_type(tl.int32))  # a low address comes as 32 bits
             tl.atomic_xchg(at, word, sem="release", scope="sys")
 
 
