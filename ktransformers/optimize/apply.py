@@ -91,9 +91,9 @@ def bind_plan(plan: Plan, max_len: int, services: Mapping[str, object] | None = 
 
 
 def _stored_bytes(entry: PlanEntry, source: WeightSource) -> list[torch.Tensor]:
-    """What the entry reads from mapped files, in the order of the files, as far as is known. Of experts that stay
-    there, nothing to speak of."""
-    if entry.stored_experts:
+    """What the entry reads from mapped files, in the order of the files, as far as is known. Of experts and tables that
+    stay there, nothing to speak of."""
+    if entry.stored_experts or entry.in_files:
         return []
     parts = [source.stored_bytes(name) for name in entry.stored_names]
     return sorted((part for part in parts if part is not None), key=torch.Tensor.data_ptr)

@@ -259,6 +259,7 @@ def test_tokens_of_several_sequences_share_steps(
     assert packed(lengths, most) == steps
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("is_ordered", [False, True])
 def test_an_assistant_on_a_gpu(is_ordered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the keys and values that it reads."""
