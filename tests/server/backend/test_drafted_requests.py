@@ -114,7 +114,7 @@ def completed(plain: ServerProcess, body: dict[str, Any], rng: random.Random) ->
 
 
 @pytest.mark.slow
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("drafter", ["ngram", pytest.param("mtp", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_answers_are_those_without_draft_tokens(
