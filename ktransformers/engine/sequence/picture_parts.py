@@ -108,8 +108,10 @@ def _sent(part: Mapping[str, object]) -> SentPicture:
 def _bytes_of(value: object) -> bytes:
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
-    if isinstance(value, str) and value[:5].lower() in ("data:", "http:", "https"):
+    if isinstance(value, str) and value[:5].lower() == "data:":
         return fetch(value)
+    if isinstance(value, str) and value.lower().startswith(("http:", "https:")):
+        raise ConfigError(f"{shown(value)}: pictures are not fetched here; give a path, the bytes, or a PIL image")
     if isinstance(value, str | os.PathLike):
         return _of_file(Path(str(value).removeprefix("file://")).expanduser())
     if isinstance(value, _Image):

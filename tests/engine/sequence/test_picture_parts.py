@@ -10,6 +10,7 @@ from PIL import Image
 
 from ktransformers.engine.sequence import picture_parts
 from ktransformers.engine.sequence.picture_parts import split_pictures
+from ktransformers.errors import ConfigError
 from ktransformers.media.decoding import decode
 
 
@@ -46,3 +47,9 @@ def test_a_transparent_colour_and_lossy_files_are_kept_as_they_look(monkeypatch:
     assert sent(image)[:2] == b"II"
     monkeypatch.setattr(picture_parts, "_MOST_PLAIN_NBYTES", 100)
     assert sent(image)[:4] == b"\x89PNG"
+
+
+def test_what_a_url_names_is_not_fetched_outside_of_a_server() -> None:
+    part = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
+    with pytest.raises(ConfigError, match="not fetched here; give a path, the bytes, or a PIL image"):
+        split_pictures([{"role": "user", "content": [part]}])
