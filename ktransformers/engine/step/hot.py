@@ -31,7 +31,7 @@ from ktransformers.operators.experts.split import PrefillRates
 from ktransformers.operators.experts.streamed import ExpertPrefill, PrefillLayer
 from ktransformers.optimize.hot_slots import HotSlots
 from ktransformers.optimize.plan import Plan
-from ktransformers.profiling.stored_counts import StoredCounts, sum_stored
+from ktransformers.profiling.stored_counts import NOTHING_STORED, StoredCounts, sum_stored
 from ktransformers.system.file_kinds import size_of
 
 __all__ = ["HotGpu", "HotService", "StepExperts", "open_hot"]
@@ -182,6 +182,8 @@ class HotService:
 
     def take(self) -> tuple[int, int, int, int]:
         """Return what is new in `totals` since the last call."""
+        if not self.gpus:  # each step asks
+            return 0, 0, 0, 0
         now = self.totals()
         before, self._taken[:] = tuple(self._taken), now
         return now[0] - before[0], now[1] - before[1], now[2] - before[2], now[3] - before[3]
@@ -207,6 +209,8 @@ class StepExperts:
 
     def take_stored(self) -> tuple[StoredCounts, StoredCounts]:
         """Return StepResult.stored and stored_rows since the last call."""
+        if not self._files:  # each step asks
+            return NOTHING_STORED, NOTHING_STORED
         taken = [one.take() for one in self._files]
         return sum_stored([experts for experts, _ in taken]), sum_stored([rows for _, rows in taken])
 
