@@ -19,14 +19,14 @@ uint64_t read_lines(const uint8_t* p, int64_t bytes) {
   return word;
 }
 
-// Products of unsigned weights and int8 activations in registers; returns how many multiplications and additions.
-// Chains begin with what lies in `out` and all go into it: the compiler would make one of those that it knows to be
-// equal.
+// Products of unsigned weights and int8 activations, with sums in registers; returns how many multiplications and
+// additions. Chains begin with what lies in `out` and all go into it, and every product loads its activations anew,
+// from a place that the compiler does not know: it would make one of what it knows to be equal, and multiply once.
 int64_t multiply_registers(int64_t rounds, int32_t* out) {
-#ifdef __aarch64__
-  constexpr int kChains = 6;  // of four registers each, of 32
-#else
+#ifdef __AVX512F__
   constexpr int kChains = 12;
+#else
+  constexpr int kChains = 6;  // of two registers each, of 16; on aarch64 of four, of 32
 #endif
 #if defined(__ARM_FEATURE_MATMUL_INT8)
   constexpr int kProducts = 256;
@@ -35,18 +35,26 @@ int64_t multiply_registers(int64_t rounds, int32_t* out) {
 #endif
   alignas(64) uint8_t bytes[64];
   std::memset(bytes, 3, sizeof bytes);
-  const wb w = load_wb(bytes);
-  const int8_t y[4] = {1, 0, 1, 0};
+  const uint8_t* weights = bytes;
+  asm("" : "+r"(weights) : : "memory");
+  const wb w = load_wb(weights);
+  const int8_t columns[4] = {1, 0, 1, 0};
+  const int8_t* y = columns;
   uacc acc[kChains];
+#pragma GCC unroll 12
   for (int c = 0; c < kChains; ++c) acc[c] = loadi(out + c);
   for (int64_t i = 0; i < rounds; ++i)
 #pragma GCC unroll 12
 #if defined(__ARM_FEATURE_MATMUL_INT8)
     for (int c = 0; c < kChains; ++c) acc[c] = multiply_matrices(acc[c], w);
 #else
-    for (int c = 0; c < kChains; ++c) acc[c] = udot(acc[c], w, y);
+    for (int c = 0; c < kChains; ++c) {
+      asm("" : "+r"(y));
+      acc[c] = udot(acc[c], w, y);
+    }
 #endif
   vi total = set1i(0);
+#pragma GCC unroll 12
   for (int c = 0; c < kChains; ++c) total = flush(total, acc[c]);
   storei(out, total);
   return rounds * kChains * kProducts;
