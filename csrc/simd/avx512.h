@@ -14,7 +14,7 @@ constexpr bool kNarrowSums = false;
 constexpr uint8_t kSignFlip = 0x80;  // vpdpbusd wants unsigned weights: Q8_0 is staged as q + 128, see sdot_init
 constexpr int kFloatTokens = 6, kQuantTokens = 8, kPackedTokens = 4, kQueryTokens = 12, kFp8Few = 4, kFp8Staged = 12;
 constexpr int kScanVectors = 2, kScanTokens = 4;
-constexpr int kStepUnroll = 2;                         // of loops over the steps of a block
+constexpr int kStepUnroll = 8;                         // of loops over the steps of a block
 template <int C> constexpr bool kHalvesApart = false;  // see products_avx2.h
 constexpr int kPairedTokens = 3;  // that have two sums each at a time, of signed weights: four are slower
 
