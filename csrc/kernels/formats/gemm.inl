@@ -277,23 +277,25 @@ template <class F> inline vf add_super(vf acc, vf d, vf dmin, vf da, vi isum, vi
 template <class F, int C> void q256_tokens(const TileArgs& a, const QuantStage& st, int64_t block, int t) {
   for (; t + C <= a.num_tokens; t += C) {
     const int8_t* y[C];
-    const int16_t* pairs[C];
+    const int16_t *sums[C], *pairs[C];
+    const float* da[C];
     vi total[C];
+#pragma GCC unroll 16
     for (int c = 0; c < C; ++c) {
-      y[c] = a.act.q + token_row(a, t + c) * a.act.ldq + block * 256;
-      pairs[c] = a.act.sums + token_row(a, t + c) * a.act.lds + block * kSumsPerSuper + kPairSums;
+      const int64_t row = token_row(a, t + c);
+      y[c] = a.act.q + row * a.act.ldq + block * 256;
+      sums[c] = a.act.sums + row * a.act.lds + block * kSumsPerSuper + kSumsAt<F>;
+      pairs[c] = a.act.sums + row * a.act.lds + block * kSumsPerSuper + kPairSums;
+      da[c] = a.act.d + row * a.act.ldd + block;
     }
     dot256<F, C>(st, y, pairs, total);
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) {
-      const int64_t row = token_row(a, t + c);
-      const int16_t* sums = a.act.sums + row * a.act.lds + block * kSumsPerSuper + kSumsAt<F>;
-      const vf da = set1(a.act.d[row * a.act.ldd + block]);
       vi low = set1i(0);
       if constexpr (!kIsCentred<F>)
-        for (int s = 0; s < F::subs / 2; ++s) low = pair_dot(low, loadi(st.m + 16 * s), sums + 2 * s);
-      store(a.acc + (t + c) * 16,
-            add_super<F>(load(a.acc + (t + c) * 16), load(st.d), load(st.dmin), da, total[c], low));
+        for (int s = 0; s < F::subs / 2; ++s) low = pair_dot(low, loadi(st.m + 16 * s), sums[c] + 2 * s);
+      float* acc = a.acc + (t + c) * 16;
+      store(acc, add_super<F>(load(acc), load(st.d), load(st.dmin), set1(*da[c]), total[c], low));
     }
   }
   if constexpr (C > 1) q256_tokens<F, fewer(C)>(a, st, block, t);
