@@ -108,7 +108,7 @@ class Sequence:
     rank: served in ascending order, preempted in descending order. limit_len: the most tokens of prompt and answer
     together. These, the id and prompt_len are asked for in every step and never change.
     drafter: what drafts its next tokens, once that was asked for any; it has seen the tokens up to then. num_looks: how
-    often it is still asked, and then every `rest` steps, next in the planner's step wakes_at; see drafting/planner.py.
+    often it is still asked, and then every `rest` steps, next in step wakes_at; see drafting/looks.py.
     num_drafted, num_accepted: draft tokens that were run, and those of them that are the answer's.
     """
 

@@ -1,8 +1,9 @@
 """Speculative decoding: draft tokens that a step runs behind a known one, and accepts as far as they are right.
 
     prompt_lookup.py   drafts what followed the last tokens where they stood before in the sequence
-    engine_drafts.py   has the engine draft, by a model
+    engine_drafts.py   has the engine draft, by a model, and knows what that takes
     acceptance.py      how often draft tokens like these were accepted of late
+    looks.py           which sequences are looked at for draft tokens
     row_costs.py       what steps of so many rows take
     planner.py         how many draft tokens each row of a step gets, so that it pays
 

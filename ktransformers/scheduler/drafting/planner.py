@@ -10,16 +10,8 @@ With experts in RAM a second row reads most of its experts anew, so that a step 
 then only drafts that are nearly sure pay. Where steps read the same weights whatever they carry, most do. Both are
 found out, by timing each number of rows (row_costs.py) and by comparing drafts with what came (acceptance.py).
 
-Where the engine finds the drafts (engine_drafts.py), each further one of a step's longest draft takes it a step of its
-own, whose time is measured, too. Nothing is learnt of drafts that are not run, so that a few always are. An MTP layer
-has to be kept up to date besides, which costs all steps and prompts something, and nothing where it does not draft: its
-share of each step with draft tokens counts as theirs.
-
-Looking for drafts in the text takes time, too, which counts where steps take less than a few milliseconds. So a
-sequence has a number of looks: each takes one of them, each accepted draft token brings some back. Without any left it
-rests: it is looked at every few steps, so that this takes the share _MOST_TIME of a step's time, and after rests that
-are twice as long each time where that finds nothing. What is copied goes on for longer than that. Nor are all steps
-timed where none has draft tokens.
+Where the engine finds the drafts, that takes time, which engine_drafts.py knows. Looking for drafts in the text takes
+time, too: looks.py says which sequences are looked at. Nor are all steps timed where none has draft tokens.
 """
 
 from __future__ import annotations
@@ -32,9 +24,10 @@ from typing import NamedTuple
 from ktransformers.scheduler.batch import PlannedRow, PlannedStep
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.drafting.acceptance import AcceptanceRates
-from ktransformers.scheduler.drafting.engine_drafts import MAX_STREAK, EngineDrafts
+from ktransformers.scheduler.drafting.engine_drafts import EngineDrafter, EngineDrafts
+from ktransformers.scheduler.drafting.looks import Looks
 from ktransformers.scheduler.drafting.prompt_lookup import MAX_MATCH, PromptLookup
-from ktransformers.scheduler.drafting.row_costs import DraftCost, ObserveCost, RowCosts
+from ktransformers.scheduler.drafting.row_costs import RowCosts
 from ktransformers.scheduler.records import UNKNOWN
 from ktransformers.scheduler.sequence import Drafter, Sequence
 from ktransformers.scheduler.step_times import size_of
@@ -44,26 +37,9 @@ __all__ = ["MARGIN", "DraftPlanner"]
 MARGIN = 1.05
 """How many times as fast answers must become, in the mean: what is known of times and acceptance is not exact."""
 
-_PROBE, _LONGEST_PROBE = 128, 4096
-"""Steps of decodes after which the engine drafts once more, though it did not pay: texts change. After each time that
-its token was wrong twice as many; where it was right it goes on at once."""
-
-_OBSERVED = 16
-"""Steps behind and before one with draft tokens that an MTP layer is shown. It has nothing of the others: what it sees
-of the target makes up for that, and running it for all tokens costs more than a few drafts would."""
-
 _TRIES = 4
 """Steps with draft tokens of a size, soon after one another, of whose times the least is the first that counts: where
 such steps are rare they find nothing in caches, and what seems slow is not tried again for long."""
-
-_FIRST_LOOKS, _MOST_LOOKS, _SAVED = 8, 32, 0.1
-"""Looks that a sequence has at first, half of those that the one before it had if nothing was accepted since, and at
-most; and the share of a token's time that an accepted draft token is taken to save, in which as many looks as it brings
-back may take place."""
-
-_LOOK_SECONDS, _MOST_TIME, _SHORTEST_REST, _LONGER = 20e-6, 0.005, 32, 8
-"""What a look takes at the end of a rest, the share of a step's time that it may take, the most steps that the shortest
-rest has for that, and how many times as long rests become, twice each time, where they find nothing."""
 
 
 class _Look(NamedTuple):
@@ -80,68 +56,53 @@ class DraftPlanner:
         self.most, self._chunk_size, self._has_stages = config.max_drafts, config.chunk_size, config.num_stages > 1
         max_rows = min(config.max_running * (1 + self.most), config.chunk_size)
         self._rates, self._costs = AcceptanceRates(MAX_MATCH), RowCosts(max_rows)
-        self._by_engine = config.drafts_in_engine
-        self._engine_rates, self._draft_cost = AcceptanceRates(MAX_STREAK, max(self.most - 1, 1)), DraftCost()
-        self._has_layer, self._probe, self._is_probing = config.drafter == "mtp", _PROBE, False
-        self._observe_cost = ObserveCost()
-        self._num_undrafted = 0  # steps since the engine last drafted, where it does
-        self._first_looks, self._looks_per_token = float(_FIRST_LOOKS), 1.0
+        self._engine = EngineDrafter(config) if config.drafts_in_engine else None
+        self._looks = Looks()
         self._num_untimed = self._untimed_rows = 0  # steps of so many rows to come that are not timed
-        self._num_steps = self._wakes_at = 0  # steps so far, and the one up to which the last sequences all rest
-        self._num_resting = 0
-        self._alone = (1, 0.0)  # rows and seconds of the last step without draft tokens that was timed
         self._tries: dict[int, list[float]] = {}  # of steps with draft tokens, by size: what the first ones took
 
     def add_row(self, row: PlannedRow, num_accepted: int, *, is_cut: bool) -> None:
         """Note what became of a row's draft tokens. is_cut: the answer ended, so that some were not looked at."""
         seq = row.seq
         if num_accepted:
-            self._first_looks = float(_FIRST_LOOKS)
-            seq.num_looks = min(max(seq.num_looks, 0) + self._looks_per_token * num_accepted, _MOST_LOOKS)
-            self._wakes_at = seq.rest = 0
+            self._looks.add_accepted(seq, num_accepted)
         if isinstance(seq.drafter, EngineDrafts) and row.drafts[-1] == UNKNOWN:
             seq.drafter.took(len(row.drafts), num_accepted, is_cut=is_cut)
-            if num_accepted:
-                self._probe = _PROBE
-                self._num_undrafted += self._is_probing * _PROBE
+            if num_accepted and self._engine:
+                self._engine.add_accepted()
 
     def add_step(
         self, step: PlannedStep, seconds: float, draft_seconds: float = 0.0, observe_seconds: float = 0.0
     ) -> None:
         """Note what a step took, with all that lies between steps, and what of that the engine took to find draft
         tokens, and to show its drafter what was computed. The step's tokens come later."""
-        self._num_steps += 1
-        if self._has_layer:  # another drafter is shown all steps, whether it drafts or not
-            self._observe_cost.add(observe_seconds)
-            seconds -= observe_seconds
+        self._looks.add_step()
+        if self._engine:
+            seconds -= self._engine.add_shown(observe_seconds)
         if self._num_untimed and not step.num_drafted and len(step.rows) == self._untimed_rows:
             self._num_untimed -= 1
             return
         if not self.most or not step.rows or not all(row.is_decode for row in step.rows):
             return
         num_rows = len(step.rows) + step.num_drafted
-        self._num_undrafted += 1
+        if self._engine:
+            self._engine.add_steps(1)
         counted: float | None = seconds
         if step.num_drafted:
             counted = self._drafted(step, num_rows, seconds - draft_seconds, draft_seconds)
         else:
-            self._alone = num_rows, seconds
+            self._looks.add_time(num_rows, seconds)
         if counted is not None:
             self._costs.add(num_rows, counted, is_ahead=step.is_ahead, is_drafted=step.num_drafted > 0)
             self._num_untimed, self._untimed_rows = self._costs.skip(num_rows), num_rows
-            self._num_undrafted += self._num_untimed
+            if self._engine:
+                self._engine.add_steps(self._num_untimed)
 
     def _drafted(self, step: PlannedStep, num_rows: int, seconds: float, draft_seconds: float) -> float | None:
         """Note a step with draft tokens. Returns the seconds that count for its size, None for its first ones."""
         found = max((len(row.drafts) for row in step.rows if row.drafts and row.drafts[-1] == UNKNOWN), default=0)
-        if found:
-            is_behind = self._num_undrafted > 1
-            if draft_seconds > 0:
-                self._draft_cost.add(found, draft_seconds, is_behind=is_behind)
-            if is_behind:  # it ran what had waited, too
-                self._observe_cost.add(max(draft_seconds - found * self._draft_cost.seconds, 0.0))
-            self._observe_cost.drafted(is_soon=self._num_undrafted <= _OBSERVED)
-            self._num_undrafted = 0
+        if found and self._engine:
+            self._engine.add_drafts(found, draft_seconds)
         if self._costs.knows(num_rows):
             return seconds
         size = size_of(num_rows)
@@ -149,9 +110,7 @@ class DraftPlanner:
         if len(tries) == _TRIES:
             del self._tries[size]
             return min(tries)
-        self._wakes_at = 0
-        for row in step.rows:
-            row.seq.num_looks = max(row.seq.num_looks, 2.0)
+        self._looks.try_again(row.seq for row in step.rows)
         return None
 
     def drafts(self, decodes: Seq[Sequence], prefills: Seq[Sequence]) -> list[list[int]]:
@@ -166,10 +125,10 @@ class DraftPlanner:
         for seq in decodes:
             if seq.run is None or seq.run.num_pending or not seq.completion_len:
                 return none
-        looks = self._looks(decodes, awake)
+        looks = self._drafters(decodes, awake)
         firsts = [one.drafter.chances(1) if one else [] for one in looks]
         counts, costly = self._chosen(decodes, looks, firsts)
-        self._look(decodes, awake, firsts)
+        self._looks.take(decodes, awake, firsts)
         if not any(counts):
             return none
         return [
@@ -190,59 +149,36 @@ class DraftPlanner:
         chances = [one.drafter.chances(one.most) if one else [] for one in looks]
         costly: Seq[bool] = self._costly(looks, chances)
         counts, _ = self._counts(chances, costly)
-        self._is_probing = False
-        if self._is_due and not any(counts):
-            self._engine_rates.doubt()
-            self._num_undrafted, self._is_probing = 0, True  # tried, whether there is room for it or not
-            self._probe = min(2 * self._probe, _LONGEST_PROBE)
-            costly = [one is not None for one in self._looks(decodes, set(decodes))]
+        if self._engine and self._engine.probes(pays=any(counts)):
+            costly = [one is not None for one in self._drafters(decodes, set(decodes))]
             counts = [int(one) for one in costly]
         return counts, costly
 
-    def _looks(self, seqs: Seq[Sequence], awake: Set[Sequence]) -> list[_Look | None]:
+    def _drafters(self, seqs: Seq[Sequence], awake: Set[Sequence]) -> list[_Look | None]:
         """What drafts for each sequence that is awake and may have draft tokens."""
         return [
             _Look(self._drafter(seq), most) if seq in awake and (most := self._most_of(seq)) else None for seq in seqs
         ]
 
     def _awake(self, decodes: Seq[Sequence], prefills: Seq[Sequence]) -> Set[Sequence]:
-        """Those that are looked at. Where nothing pays, most steps end here."""
+        """Those that are looked at: none beside prompts, which do not rest."""
         if not self.most or prefills:
-            self._wakes_at = 0  # those of prompts do not rest
+            self._looks.look_again()
             return frozenset()
-        if self._num_steps < self._wakes_at and len(decodes) == self._num_resting:
-            return frozenset()
-        return {seq for seq in decodes if seq.num_looks > 0 or seq.wakes_at <= self._num_steps}
+        return self._looks.awake(decodes)
 
     def _knows_alone(self, num_rows: int) -> bool:
         """Whether it is known what a step without draft tokens takes now."""
         return self._costs.knows(num_rows) and not self._costs.is_stale(num_rows)
 
-    def _look(self, decodes: Seq[Sequence], awake: Set[Sequence], found: Seq[Seq[float]]) -> None:
-        """Count that these were looked at, and say when they are again. found: what was found for each decode: where
-        there is something rests become no longer, though it did not pay."""
-        num_rows, seconds = self._alone
-        looks = seconds / num_rows / _LOOK_SECONDS  # as long as a token of an answer takes
-        shortest = min(round(1.0 / (_MOST_TIME * looks)), _SHORTEST_REST) if looks else 0
-        self._looks_per_token = _SAVED * looks
-        for seq, one in zip(decodes, found, strict=True):
-            if seq not in awake:
-                continue
-            seq.num_looks -= 1
-            if seq.num_looks <= 0:
-                seq.rest = shortest if one else min(max(2 * seq.rest, shortest), _LONGER * shortest)
-                seq.wakes_at = self._num_steps + seq.rest
-        self._wakes_at = min(0 if seq.num_looks > 0 else seq.wakes_at for seq in decodes)
-        self._num_resting = len(decodes)
-
     @property
     def is_observed(self) -> bool:
         """Whether the engine's drafter is shown the next step, see StepPlan."""
-        return not self._has_layer or not _OBSERVED <= self._num_undrafted < self._probe - _OBSERVED
+        return self._engine is None or self._engine.is_observed
 
     @property
     def _is_due(self) -> bool:
-        return self._by_engine and self._num_undrafted >= self._probe
+        return self._engine is not None and self._engine.is_due
 
     def awaits_tokens(self, running: Seq[Sequence], decodes: Seq[Sequence], prefills: Seq[Sequence]) -> bool:
         """Whether the step in flight is to be committed before the next one is planned: it runs draft tokens, or the
@@ -257,11 +193,11 @@ class DraftPlanner:
         awake = self._awake(decodes, prefills)
         if not awake or not self._knows_alone(len(decodes)):
             return False
-        looks, costs = self._looks(decodes, awake), self._costs
+        looks, costs = self._drafters(decodes, awake), self._costs
         found = [one.drafter.later(one.most) if one else (1.0, list[float]()) for one in looks]
         firsts, chances = [first for first, _ in found], [later for _, later in found]
         counts, gain = self._counts(chances, self._costly(looks, chances))
-        self._look(decodes, awake, chances)
+        self._looks.take(decodes, awake, chances)
         is_awaited = self._is_due and any(self._most_of(seq) for seq in decodes)
         if any(counts):
             first = min(chance for chance, count in zip(firsts, counts, strict=True) if count)
@@ -269,18 +205,16 @@ class DraftPlanner:
             lost = len(decodes) * math.log1p(costs.wait / costs.seconds(len(decodes)))
             is_awaited = first * gain > (1.0 - first) * lost
         if is_awaited:
-            self._wakes_at = 0  # they are looked at again then
-            for seq in awake:
-                seq.wakes_at = 0
+            self._looks.wake(awake)
         return is_awaited
 
     def _drafter(self, seq: Sequence) -> Drafter:
         drafter = seq.drafter
         if drafter is None:
             lookup = PromptLookup(seq.token_ids, self._rates, seq.request.prediction_ids)
-            drafter = EngineDrafts(lookup, self._engine_rates) if self._by_engine else lookup
-            seq.drafter, seq.num_looks = drafter, self._first_looks
-            self._first_looks = max(self._first_looks / 2, 1.0)
+            drafter = EngineDrafts(lookup, self._engine.rates) if self._engine else lookup
+            seq.drafter = drafter
+            self._looks.begin(seq)
         elif seq.num_looks > 0 or len(drafter) == seq.known_len - 1:
             for token_id in seq.token_ids[len(drafter) :]:
                 drafter.add(token_id)
@@ -296,7 +230,7 @@ class DraftPlanner:
 
     def _costly(self, looks: Seq[_Look | None], chances: Seq[Seq[float]]) -> list[bool]:
         """Of each sequence, whether the engine has to find the draft tokens of these chances."""
-        if not self._by_engine:
+        if not self._engine:
             return [False] * len(looks)
         found = zip(looks, chances, strict=True)
         return [look is not None and bool(one) and not look.drafter.copies(look.most) for look, one in found]
@@ -320,7 +254,8 @@ class DraftPlanner:
                 tokens += chance
         drafts.sort()
         gain, deepest, alone = 0.0, 0, costs.seconds(rows)
-        per_step, always = self._draft_cost.seconds / alone, self._observe_cost.seconds * self._has_layer / alone
+        per_token = self._engine.token_seconds / alone if self._engine else 0.0
+        always = self._engine.step_seconds / alone if self._engine else 0.0
         for num, (less, depth, index) in enumerate(drafts[: min(self._chunk_size - rows, len(losses) - 1)], 1):
             gain, loss = gain - less, losses[num]
             if most - loss <= best:
@@ -328,7 +263,7 @@ class DraftPlanner:
             if costly[index]:
                 deepest = max(deepest, depth + 1)
             if deepest:
-                loss = rows * math.log(math.exp(loss / rows) + deepest * per_step + always)
+                loss = rows * math.log(math.exp(loss / rows) + deepest * per_token + always)
             if gain - loss > best:
                 best, chosen = gain - loss, num
         for _, depth, index in drafts[:chosen]:
