@@ -68,4 +68,4 @@ def _layer_types(gguf: Metadata) -> list[str]:
     return [_LAYER_TYPES[int(rate)] for rate in rates]
 
 
-COMPRESSED_FAMILIES: Mapping[str, Family] = {"deepseek4": _deepseek4}
+COMPRESSED_FAMILIES: Mapping[str, Family] = {"deepseek4": Family(_deepseek4)}

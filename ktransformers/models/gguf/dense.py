@@ -9,28 +9,9 @@ from ktransformers.models.gguf.fields import Family, head_dim, latent, layer_nor
 from ktransformers.models.gguf.metadata import Metadata, Values
 from ktransformers.models.gguf.rope import rope_parameters
 
-__all__ = ["DENSE_FAMILIES", "LAYER_NORM_FAMILIES", "granite_multipliers"]
+__all__ = ["DENSE_FAMILIES", "granite_multipliers"]
 
 logger = logging.getLogger(__name__)
-
-LAYER_NORM_FAMILIES = (
-    *(
-        "cohere2",
-        "cohere2_moe",
-        "cohere2moe",
-        "command-r",
-        "gpt2",
-        "gptneox",
-        "jais2",
-        "nemotron",
-        "olmo",
-        "phi2",
-        "stablelm",
-        "starcoder",
-        "starcoder2",
-    ),
-)
-"""Those whose norms subtract the mean, or may; they name their epsilon themselves."""
 
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
 
@@ -294,33 +275,33 @@ def _mistral3(gguf: Metadata) -> tuple[str, Values]:
 
 
 DENSE_FAMILIES: dict[str, Family] = {
-    "gemma": _gemma,
-    "gemma2": _gemma2,
-    "gemma3": _gemma3,
-    "stablelm": _stablelm,
-    "nemotron": _nemotron,
-    "gptneox": _gptneox,
-    "phi2": _phi2,
-    "phi3": _phi3,
-    "gpt2": _gpt2,
-    "starcoder": _starcoder,
-    "starcoder2": _starcoder2,
-    "command-r": _command_r,
-    "cohere2": _cohere2,
-    "chatglm": _chatglm,
-    "exaone": _exaone,
-    "minicpm3": _minicpm3,
-    "olmo": _olmo,
-    "olmo2": _olmo2,
-    "glm4": _glm4,
-    "jais2": _jais2,
-    "exaone4": _exaone4,
-    "granite": _granite,
-    "minicpm": _minicpm,
-    "arcee": _arcee,
-    "ernie4_5": _ernie4_5,
-    "hunyuan-dense": _hunyuan_dense,
-    "smollm3": _smollm3,
-    "seed_oss": _seed_oss,
-    "mistral3": _mistral3,
+    "gemma": Family(_gemma, norm_plus_one=True),
+    "gemma2": Family(_gemma2, norm_plus_one=True),
+    "gemma3": Family(_gemma3, norm_plus_one=True),
+    "stablelm": Family(_stablelm, has_layer_norm=True),
+    "nemotron": Family(_nemotron, norm_plus_one=True, has_layer_norm=True),
+    "gptneox": Family(_gptneox, qkv_by_part=True, has_layer_norm=True),
+    "phi2": Family(_phi2, has_layer_norm=True),
+    "phi3": Family(_phi3),
+    "gpt2": Family(_gpt2, is_conv1d=True, has_layer_norm=True),
+    "starcoder": Family(_starcoder, has_layer_norm=True),
+    "starcoder2": Family(_starcoder2, has_layer_norm=True),
+    "command-r": Family(_command_r, has_layer_norm=True),
+    "cohere2": Family(_cohere2, has_layer_norm=True),
+    "chatglm": Family(_chatglm),
+    "exaone": Family(_exaone),
+    "minicpm3": Family(_minicpm3),
+    "olmo": Family(_olmo, permuted_qk=True, has_layer_norm=True),
+    "olmo2": Family(_olmo2),
+    "glm4": Family(_glm4),
+    "jais2": Family(_jais2, has_layer_norm=True),
+    "exaone4": Family(_exaone4),
+    "granite": Family(_granite, permuted_qk=True),
+    "minicpm": Family(_minicpm, permuted_qk=True),
+    "arcee": Family(_arcee, permuted_qk=True),
+    "ernie4_5": Family(_ernie4_5),
+    "hunyuan-dense": Family(_hunyuan_dense),
+    "smollm3": Family(_smollm3, permuted_qk=True),
+    "seed_oss": Family(_seed_oss),
+    "mistral3": Family(_mistral3, permuted_qk=True),
 }

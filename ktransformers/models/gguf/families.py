@@ -34,7 +34,7 @@ from ktransformers.models.gguf.newer import NEWER_FAMILIES
 from ktransformers.models.gguf.recurrent import RECURRENT_FAMILIES
 from ktransformers.models.gguf.rope import rope_parameters
 
-__all__ = ["BY_LAYER_FAMILIES", "FAMILIES"]
+__all__ = ["FAMILIES"]
 
 logger = logging.getLogger(__name__)
 
@@ -400,37 +400,34 @@ def _gemma4(gguf: Metadata) -> tuple[str, Values]:
     return "gemma4_text", values
 
 
-BY_LAYER_FAMILIES = ("gemma4", "laguna", "mimo2", "step35")
-"""Those whose heads or widths differ from layer to layer; they read them themselves."""
-
 FAMILIES: dict[str, Family] = {
-    "llama": _llama,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "qwen2moe": _qwen2moe,
-    "qwen3moe": _qwen3moe,
-    "deepseek2": _deepseek2,
-    "olmoe": _olmoe,
-    "glm4moe": _glm4moe,
-    "bailingmoe": _bailingmoe,
-    "bailingmoe2": _bailingmoe2,
-    "dots1": _dots1,
-    "gpt-oss": _gpt_oss,
-    "granitemoe": _granitemoe,
-    "ernie4_5-moe": _ernie,
-    "phimoe": _phimoe,
-    "minimax-m2": _minimax,
-    "hunyuan-moe": _hunyuan,
-    "exaone-moe": _exaone_moe,
-    "afmoe": _afmoe,
-    "llama4": _llama4,
-    "glm-dsa": _glm_dsa,
-    "mimo2": _mimo2,
-    "gemma4": _gemma4,
+    "llama": Family(_llama, permuted_qk=True),
+    "qwen2": Family(_qwen2),
+    "qwen3": Family(_qwen3),
+    "qwen2moe": Family(_qwen2moe),
+    "qwen3moe": Family(_qwen3moe),
+    "deepseek2": Family(_deepseek2),
+    "olmoe": Family(_olmoe),
+    "glm4moe": Family(_glm4moe),
+    "bailingmoe": Family(_bailingmoe, permuted_qk=True),
+    "bailingmoe2": Family(_bailingmoe2),
+    "dots1": Family(_dots1),
+    "gpt-oss": Family(_gpt_oss),
+    "granitemoe": Family(_granitemoe, permuted_qk=True),
+    "ernie4_5-moe": Family(_ernie),
+    "phimoe": Family(_phimoe),
+    "minimax-m2": Family(_minimax),
+    "hunyuan-moe": Family(_hunyuan),
+    "exaone-moe": Family(_exaone_moe),
+    "afmoe": Family(_afmoe),
+    "llama4": Family(_llama4),
+    "glm-dsa": Family(_glm_dsa),
+    "mimo2": Family(_mimo2, differs_by_layer=True),
+    "gemma4": Family(_gemma4, differs_by_layer=True),
     # The language models of those that read images: positions of text are the same on all axes.
-    "qwen2vl": _qwen2,
-    "qwen3vl": _qwen3,
-    "qwen3vlmoe": _qwen3moe,
+    "qwen2vl": Family(_qwen2),
+    "qwen3vl": Family(_qwen3),
+    "qwen3vlmoe": Family(_qwen3moe),
     **COMPRESSED_FAMILIES,
     **DENSE_FAMILIES,
     **NEWER_FAMILIES,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ktransformers.errors import FormatError, UnsupportedError
 from ktransformers.models.gguf.metadata import Metadata, Values
@@ -31,8 +32,38 @@ __all__ = [
     "windows",
 ]
 
-Family = Callable[[Metadata], tuple[str, Values]]
-"""The model type of transformers, and the config values beyond those of all models."""
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How files of one architecture differ from what all have in common.
+
+    config: returns the model type of transformers, and the config values beyond those of all models.
+
+    Of the metadata:
+    has_layer_norm: norms subtract the mean, or may; `config` names their epsilon itself.
+    differs_by_layer: heads or widths differ from layer to layer; `config` reads them itself.
+    is_attention_free: files say 0 heads, and a context length that stands for any.
+
+    Changes that the converter makes to tensors beyond renaming:
+    permuted_qk: q_proj and k_proj rows (and biases) are reordered for interleaved rotary embedding.
+    norm_plus_one: norms are stored as 1 + weight, those of recurrent layers with a gate excepted.
+    tiled_values: heads of values are in another order, see weights/gguf/recurrent_names.py.
+    is_conv1d: matrices of modules of class Conv1D are turned to [out, in].
+    qkv_by_part: queries, keys and values of one matrix stand one after the other, not head by head.
+    positive_decay: decays are stored as exp(A_log), not as -exp(A_log).
+    """
+
+    config: Callable[[Metadata], tuple[str, Values]]
+    has_layer_norm: bool = False
+    differs_by_layer: bool = False
+    is_attention_free: bool = False
+    permuted_qk: bool = False
+    norm_plus_one: bool = False
+    tiled_values: bool = False
+    is_conv1d: bool = False
+    qkv_by_part: bool = False
+    positive_decay: bool = False
+
 
 SOFTMAX, SIGMOID = 1, 2  # gguf.ExpertGatingFuncType
 

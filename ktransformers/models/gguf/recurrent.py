@@ -5,20 +5,17 @@ Which layer is of which kind is asked of the tensors: metadata say it in a diffe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import accumulate
 
 from ktransformers.errors import FormatError, UnsupportedError
-from ktransformers.models.gguf.fields import SIGMOID, expect_gating, groups
+from ktransformers.models.gguf.fields import SIGMOID, Family, expect_gating, groups
 from ktransformers.models.gguf.fields import experts as expert_values
 from ktransformers.models.gguf.metadata import Metadata, Values
 from ktransformers.models.gguf.rope import rope_parameters
 from ktransformers.models.ngram_hash import hash_multipliers, primes_from
 
-__all__ = ["RECURRENT_FAMILIES", "WITHOUT_ATTENTION"]
-
-WITHOUT_ATTENTION = frozenset({"mamba", "mamba2"})
-"""Architectures whose files say 0 heads and a length of sequences that stands for any."""
+__all__ = ["RECURRENT_FAMILIES"]
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -219,18 +216,6 @@ _GRANITE = {
     "convolution_bias": "mamba_conv_bias",
     "bias": "mamba_proj_bias",
 }
-_NEMOTRON = {
-    "heads": "mamba_num_heads",
-    "groups": "n_groups",
-    "state": "ssm_state_size",
-    "head": "mamba_head_dim",
-    "convolution": "conv_kernel",
-    "expansion": "expand",
-    "convolution_bias": "use_conv_bias",
-    "bias": "mamba_proj_bias",
-}
-
-
 _MAMBA2 = {
     "heads": "num_heads",
     "groups": "n_groups",
@@ -240,6 +225,13 @@ _MAMBA2 = {
     "expansion": "expand",
     "convolution_bias": "use_conv_bias",
     "bias": "use_bias",
+}
+_NEMOTRON = {
+    **_MAMBA2,
+    "heads": "mamba_num_heads",
+    "state": "ssm_state_size",
+    "head": "mamba_head_dim",
+    "bias": "mamba_proj_bias",
 }
 
 
@@ -386,19 +378,19 @@ def _lfm2moe(gguf: Metadata) -> tuple[str, Values]:
     }
 
 
-RECURRENT_FAMILIES: dict[str, Callable[[Metadata], tuple[str, Values]]] = {
-    "falcon-h1": _falcon_h1,
-    "granitehybrid": _granitehybrid,
-    "jamba": _jamba,
-    "kimi-linear": _kimi_linear,
-    "lfm2": _lfm2,
-    "lfm2moe": _lfm2moe,
-    "mamba": _mamba,
-    "mamba2": _mamba2_alone,
-    "nemotron_h": _nemotron_h,
-    "nemotron_h_moe": _nemotron_h,
-    "qwen35": _qwen35,
-    "qwen35moe": _qwen35moe,
-    "qwen4exp": _qwen4exp,
-    "qwen3next": _qwen3next,
+RECURRENT_FAMILIES: dict[str, Family] = {
+    "falcon-h1": Family(_falcon_h1),
+    "granitehybrid": Family(_granitehybrid, permuted_qk=True),
+    "jamba": Family(_jamba),
+    "kimi-linear": Family(_kimi_linear),
+    "lfm2": Family(_lfm2),
+    "lfm2moe": Family(_lfm2moe),
+    "mamba": Family(_mamba, is_attention_free=True),
+    "mamba2": Family(_mamba2_alone, is_attention_free=True),
+    "nemotron_h": Family(_nemotron_h, permuted_qk=True),
+    "nemotron_h_moe": Family(_nemotron_h, permuted_qk=True),
+    "qwen35": Family(_qwen35, norm_plus_one=True, tiled_values=True),
+    "qwen35moe": Family(_qwen35moe, norm_plus_one=True, tiled_values=True),
+    "qwen4exp": Family(_qwen4exp, norm_plus_one=True, tiled_values=True),
+    "qwen3next": Family(_qwen3next, norm_plus_one=True),
 }
