@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ktransformers.errors import FormatError, UnsupportedError
 from ktransformers.models.gguf.families import FAMILIES
-from ktransformers.models.gguf.fields import Family
+from ktransformers.models.gguf.fields import Family, check_router
 from ktransformers.models.gguf.keys import check_unread
 from ktransformers.models.gguf.metadata import Metadata, Values
 from ktransformers.models.gguf.refused import check_architecture
@@ -48,6 +48,7 @@ def config_from_gguf(
         )
     family = FAMILIES[gguf.arch]
     common = _common(gguf, family)  # first: it holds the number of layers against the tensors
+    check_router(gguf, family)
     model_type, specific = family.config(gguf)
     values: Values = {**common, **specific}
     if "rope_parameters" not in values:

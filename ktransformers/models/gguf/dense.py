@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from ktransformers.errors import UnsupportedError
-from ktransformers.models.gguf.fields import Family, head_dim, latent, layer_norm, rotary_share, windows
+from ktransformers.models.gguf.fields import Family, head_dim, latent, layer_norm, partial_rotary, rotary_share, windows
 from ktransformers.models.gguf.metadata import Metadata, Values
 from ktransformers.models.gguf.rope import rope_parameters
 
@@ -168,21 +168,12 @@ def _glm4(gguf: Metadata) -> tuple[str, Values]:
         raise UnsupportedError(
             "rope.dimension_sections: the language model of GLM-4V, whose rows of queries and keys are in another order"
         )
-    size = gguf.find_int("attention.key_length", 1) or gguf.head_size
-    share = rotary_share(gguf, size)
-    rope = {**rope_parameters(gguf), "partial_rotary_factor": share}
-    return "glm4", {**_bias(gguf), "head_dim": size, "rope_parameters": rope}
+    return "glm4", {**_bias(gguf), **partial_rotary(gguf)}
 
 
 def _chatglm(gguf: Metadata) -> tuple[str, Values]:
     """GLM-4 and GLM-Edge, and ChatGLM3, which computes the same."""
-    size = gguf.find_int("attention.key_length", 1) or gguf.head_size
-    rope = {**rope_parameters(gguf), "partial_rotary_factor": rotary_share(gguf, size)}
-    return "glm", {
-        "head_dim": size,
-        "rope_parameters": rope,
-        "attention_bias": gguf.has(r"attn_(q|qkv)\.bias"),
-    }
+    return "glm", {**partial_rotary(gguf), "attention_bias": gguf.has(r"attn_(q|qkv)\.bias")}
 
 
 def _exaone(gguf: Metadata) -> tuple[str, Values]:

@@ -15,18 +15,18 @@ from ktransformers.models.gguf.fields import (
     SIGMOID,
     SOFTMAX,
     Family,
-    expect_gating,
-    expect_norm,
     experts,
     gating,
     groups,
     head_dim,
     indexer,
+    indexer_kinds,
     latent,
     mlp_kinds,
     partial_rotary,
     rotary_share,
     routing,
+    shared_width,
     windows,
 )
 from ktransformers.models.gguf.metadata import Metadata, Values
@@ -47,9 +47,8 @@ def _llama(gguf: Metadata) -> tuple[str, Values]:
     if gguf.find_int("expert_count"):
         if has_bias:
             raise UnsupportedError("a mixtral file with attention biases is no known model; pass --model_path")
-        mixtral = experts(gguf, "num_local_experts")
-        inner = mixtral.pop("moe_intermediate_size", None)
-        return "mixtral", {**mixtral, **head_dim(gguf), "intermediate_size": inner, "sliding_window": window}
+        mixtral = experts(gguf, "num_local_experts", width="intermediate_size")
+        return "mixtral", {**mixtral, **head_dim(gguf), "sliding_window": window}
     if window and not has_bias:
         return "mistral", {**head_dim(gguf), "sliding_window": window}
     return "llama", {**head_dim(gguf), "attention_bias": has_bias, "mlp_bias": gguf.has(r"ffn_down\.bias")}
@@ -64,14 +63,10 @@ def _qwen3(gguf: Metadata) -> tuple[str, Values]:
 
 
 def _qwen2moe(gguf: Metadata) -> tuple[str, Values]:
-    shared = gguf.find_int("expert_shared_feed_forward_length", 1)
-    shape = gguf.shape("ffn_up_shexp.weight")
-    if shared is None and shape is not None:
-        shared = shape[0]
     # Qwen's converter does not write norm_topk_prob; every published Qwen2-MoE has it false, every Qwen3-MoE true.
     return "qwen2_moe", {
         **experts(gguf, "num_experts"),
-        "shared_expert_intermediate_size": shared,
+        "shared_expert_intermediate_size": shared_width(gguf),
         "norm_topk_prob": gguf.bool("expert_weights_norm", False),
         "use_sliding_window": False,
         "qkv_bias": gguf.has(r"attn_q\.bias"),
@@ -85,9 +80,7 @@ def _qwen3moe(gguf: Metadata) -> tuple[str, Values]:
         "norm_topk_prob": gguf.bool("expert_weights_norm", True),
         "use_sliding_window": False,
         "attention_bias": gguf.has(r"attn_q\.bias"),
-        "mlp_only_layers": [
-            layer for layer in range(gguf.layers) if f"blk.{layer}.ffn_gate_inp.weight" not in gguf.shapes
-        ],
+        "mlp_only_layers": [layer for layer, kind in enumerate(mlp_kinds(gguf)) if kind == "dense"],
     }
 
 
@@ -123,10 +116,8 @@ def _unwritten_groups(is_v3: bool, experts: int) -> Values:
 
 
 def _olmoe(gguf: Metadata) -> tuple[str, Values]:
-    values = experts(gguf, "num_experts")
-    values["intermediate_size"] = values.pop("moe_intermediate_size", None)
     return "olmoe", {
-        **values,
+        **experts(gguf, "num_experts", width="intermediate_size"),
         "norm_topk_prob": gguf.bool("expert_weights_norm", False),
         "clip_qkv": gguf.find_float("attention.clamp_kqv"),
         "attention_bias": gguf.has(r"attn_q\.bias"),
@@ -134,7 +125,6 @@ def _olmoe(gguf: Metadata) -> tuple[str, Values]:
 
 
 def _glm4moe(gguf: Metadata) -> tuple[str, Values]:
-    expect_gating(gguf, SIGMOID)
     return "glm4_moe", {
         **experts(gguf, "n_routed_experts"),
         **routing(gguf),
@@ -146,7 +136,6 @@ def _glm4moe(gguf: Metadata) -> tuple[str, Values]:
 
 def _bailingmoe(gguf: Metadata) -> tuple[str, Values]:
     """Ling 1.x, which computes what GraniteMoE with a shared expert does; transformers has no class of its name."""
-    expect_gating(gguf, SOFTMAX)
     is_usual = gguf.bool("expert_weights_norm", False) and gguf.float("expert_weights_scale", 1.0) == 1.0
     if gguf.find_int("leading_dense_block_count") or not is_usual:
         raise UnsupportedError(
@@ -162,7 +151,6 @@ def _bailingmoe(gguf: Metadata) -> tuple[str, Values]:
 
 def _bailingmoe2(gguf: Metadata) -> tuple[str, Values]:
     """Ling 2.0, which computes what GLM-4.5 does; transformers has no class of its name."""
-    expect_gating(gguf, SIGMOID)
     return "glm4_moe", {
         **experts(gguf, "n_routed_experts"),
         **routing(gguf),
@@ -173,7 +161,6 @@ def _bailingmoe2(gguf: Metadata) -> tuple[str, Values]:
 
 
 def _dots1(gguf: Metadata) -> tuple[str, Values]:
-    expect_gating(gguf, SIGMOID)
     return "dots1", {
         **experts(gguf, "n_routed_experts"),
         **routing(gguf),
@@ -185,25 +172,20 @@ def _dots1(gguf: Metadata) -> tuple[str, Values]:
 
 
 def _gpt_oss(gguf: Metadata) -> tuple[str, Values]:
-    values = experts(gguf, "num_local_experts")
-    inner = values.pop("moe_intermediate_size", None)
     rope = rope_parameters(gguf)
     if rope["rope_type"] == "yarn":
         rope["truncate"] = False  # of every gpt-oss; the format has no key for it
     return "gpt_oss", {
-        **values,
+        **experts(gguf, "num_local_experts", width="intermediate_size"),
         **head_dim(gguf),
-        "intermediate_size": inner,
         "sliding_window": gguf.int("attention.sliding_window"),
         "rope_parameters": rope,
     }
 
 
 def _granitemoe(gguf: Metadata) -> tuple[str, Values]:
-    values = experts(gguf, "num_local_experts")
-    inner = values.pop("moe_intermediate_size", None)
-    values |= {
-        "intermediate_size": inner,
+    values: Values = {
+        **experts(gguf, "num_local_experts", width="intermediate_size"),
         **granite_multipliers(gguf),
         "attention_bias": gguf.has(r"attn_q\.bias"),
     }
@@ -214,7 +196,6 @@ def _granitemoe(gguf: Metadata) -> tuple[str, Values]:
 
 
 def _ernie(gguf: Metadata) -> tuple[str, Values]:
-    expect_gating(gguf, SOFTMAX)
     return "ernie4_5_moe", {
         **experts(gguf, "moe_num_experts", "moe_k"),
         "moe_num_shared_experts": gguf.find_int("expert_shared_count") or 0,
@@ -231,10 +212,8 @@ def _phimoe(gguf: Metadata) -> tuple[str, Values]:
             "phimoe with longrope: the format has no keys for its short_mscale and long_mscale; pass --model_path with "
             "the model's config.json"
         )
-    values = experts(gguf, "num_local_experts")
-    values["intermediate_size"] = values.pop("moe_intermediate_size", None)
     return "phimoe", {
-        **values,
+        **experts(gguf, "num_local_experts", width="intermediate_size"),
         "attention_bias": gguf.has(r"attn_q\.bias"),
         "lm_head_bias": "output.bias" in gguf.shapes,
         "sliding_window": gguf.find_int("attention.sliding_window", 1),
@@ -242,26 +221,23 @@ def _phimoe(gguf: Metadata) -> tuple[str, Values]:
 
 
 def _minimax(gguf: Metadata) -> tuple[str, Values]:
-    expect_gating(gguf, SIGMOID)
-    values = experts(gguf, "num_local_experts")
-    values["intermediate_size"] = values.pop("moe_intermediate_size", None)
-    return "minimax_m2", {**values, **partial_rotary(gguf)}
+    return "minimax_m2", {
+        **experts(gguf, "num_local_experts", width="intermediate_size"),
+        **partial_rotary(gguf),
+    }
 
 
 def _hunyuan(gguf: Metadata) -> tuple[str, Values]:
-    values = experts(gguf, "num_experts", "moe_topk")
-    layers = gguf.layers
-    inner = values.pop("moe_intermediate_size", None)
+    values = experts(gguf, "num_experts", "moe_topk", "intermediate_size")
     shared = gguf.shape("ffn_up_shexp.weight")
-    if shared is not None and shared[0] != inner:
+    if shared is not None and shared[0] != values.get("intermediate_size"):
         raise UnsupportedError(
             "a hunyuan-moe file whose shared expert is not as wide as the routed ones; pass --model_path"
         )
     return "hunyuan_v1_moe", {
         **values,
         **head_dim(gguf),
-        "intermediate_size": inner,
-        "moe_topk": [values["moe_topk"]] * layers,
+        "moe_topk": [values["moe_topk"]] * gguf.layers,
         "attention_bias": gguf.has(r"attn_q\.bias"),
     }
 
@@ -274,7 +250,6 @@ def _shared_of_groups(gguf: Metadata) -> Values:
 
 
 def _exaone_moe(gguf: Metadata) -> tuple[str, Values]:
-    expect_gating(gguf, SIGMOID)
     values = {**experts(gguf, "num_experts"), **_shared_of_groups(gguf), **head_dim(gguf), **windows(gguf, 4)}
     dense = gguf.int("leading_dense_block_count", 0)
     values["mlp_layer_types"] = ["dense" if layer < dense else "sparse" for layer in range(gguf.layers)]
@@ -282,8 +257,6 @@ def _exaone_moe(gguf: Metadata) -> tuple[str, Values]:
 
 
 def _afmoe(gguf: Metadata) -> tuple[str, Values]:
-    expect_gating(gguf, SIGMOID)
-    expect_norm(gguf)
     return "afmoe", {
         **experts(gguf, "num_experts"),
         **head_dim(gguf),
@@ -300,12 +273,10 @@ _LLAMA4_WITHOUT_NORM = 128  # experts of Maverick, which does not normalize quer
 
 
 def _llama4(gguf: Metadata) -> tuple[str, Values]:
-    values = experts(gguf, "num_local_experts")
-    inner = values.pop("moe_intermediate_size", None)
+    values = experts(gguf, "num_local_experts", width="intermediate_size")
     return "llama4_text", {
         **values,
         **head_dim(gguf),
-        "intermediate_size": inner,
         "intermediate_size_mlp": gguf.int("feed_forward_length"),
         "interleave_moe_layer_step": gguf.int("interleave_moe_layer_step"),
         "use_qk_norm": values["num_local_experts"] != _LLAMA4_WITHOUT_NORM,
@@ -314,15 +285,14 @@ def _llama4(gguf: Metadata) -> tuple[str, Values]:
 
 
 def _glm_dsa(gguf: Metadata) -> tuple[str, Values]:
-    expect_gating(gguf, SIGMOID)
     values: Values = {
         **experts(gguf, "n_routed_experts"),
         **routing(gguf),
         **latent(gguf),
         **indexer(gguf),
     }
-    if (full := gguf.by_layer("attention.indexer.types")) is not None:
-        values["indexer_types"] = ["full" if one else "shared" for one in full]
+    if (kinds := indexer_kinds(gguf)) is not None:
+        values["indexer_types"] = kinds
     return "glm_moe_dsa", values
 
 
@@ -331,7 +301,6 @@ _MIMO2_WINDOW = 128  # as published and as files have it, without the token itse
 
 def _mimo2(gguf: Metadata) -> tuple[str, Values]:
     """Layers with a window have twice the heads of keys; all rotate as much of a head, with a base of their own."""
-    expect_gating(gguf, SIGMOID)
     values = {**experts(gguf, "n_routed_experts"), **windows(gguf, 6)}
     kinds, kv_heads = values["layer_types"], gguf.ints("attention.head_count_kv")
     assert isinstance(kinds, list)
@@ -408,21 +377,21 @@ FAMILIES: dict[str, Family] = {
     "qwen3moe": Family(_qwen3moe),
     "deepseek2": Family(_deepseek2),
     "olmoe": Family(_olmoe),
-    "glm4moe": Family(_glm4moe),
-    "bailingmoe": Family(_bailingmoe, permuted_qk=True),
-    "bailingmoe2": Family(_bailingmoe2),
-    "dots1": Family(_dots1),
+    "glm4moe": Family(_glm4moe, gating=SIGMOID),
+    "bailingmoe": Family(_bailingmoe, gating=SOFTMAX, permuted_qk=True),
+    "bailingmoe2": Family(_bailingmoe2, gating=SIGMOID),
+    "dots1": Family(_dots1, gating=SIGMOID),
     "gpt-oss": Family(_gpt_oss),
     "granitemoe": Family(_granitemoe, permuted_qk=True),
-    "ernie4_5-moe": Family(_ernie),
+    "ernie4_5-moe": Family(_ernie, gating=SOFTMAX),
     "phimoe": Family(_phimoe),
-    "minimax-m2": Family(_minimax),
+    "minimax-m2": Family(_minimax, gating=SIGMOID),
     "hunyuan-moe": Family(_hunyuan),
-    "exaone-moe": Family(_exaone_moe),
-    "afmoe": Family(_afmoe),
+    "exaone-moe": Family(_exaone_moe, gating=SIGMOID),
+    "afmoe": Family(_afmoe, gating=SIGMOID, normalizes=True),
     "llama4": Family(_llama4),
-    "glm-dsa": Family(_glm_dsa),
-    "mimo2": Family(_mimo2, differs_by_layer=True),
+    "glm-dsa": Family(_glm_dsa, gating=SIGMOID),
+    "mimo2": Family(_mimo2, gating=SIGMOID, differs_by_layer=True),
     "gemma4": Family(_gemma4, differs_by_layer=True),
     # The language models of those that read images: positions of text are the same on all axes.
     "qwen2vl": Family(_qwen2),
