@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ktransformers.errors import FormatError, UnsupportedError
-from ktransformers.models.gguf.fields import Family, clamp, experts, rotary_share
+from ktransformers.models.gguf.fields import GGUFFamily, clamp, experts, rotary_share
 from ktransformers.models.gguf.metadata import Metadata, Values
 from ktransformers.models.gguf.rope import rope_parameters, rope_scaling_factor
 
@@ -67,4 +67,4 @@ def _layer_types(gguf: Metadata) -> list[str]:
     return [_LAYER_TYPES[int(rate)] for rate in rates]
 
 
-COMPRESSED_FAMILIES: Mapping[str, Family] = {"deepseek4": Family(_deepseek4, normalizes=True)}
+COMPRESSED_FAMILIES: Mapping[str, GGUFFamily] = {"deepseek4": GGUFFamily(_deepseek4, normalizes=True)}

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ktransformers.errors import FormatError, UnsupportedError
 from ktransformers.models.gguf.families import FAMILIES
-from ktransformers.models.gguf.fields import Family, check_router
+from ktransformers.models.gguf.fields import GGUFFamily, check_router
 from ktransformers.models.gguf.keys import check_unread
 from ktransformers.models.gguf.metadata import Metadata, Values
 from ktransformers.models.gguf.refused import check_architecture
@@ -69,7 +69,7 @@ def config_from_gguf(
 _DRAFTING = re.compile(r"blk\.(\d{1,9})\.nextn\.")
 
 
-def _common(gguf: Metadata, family: Family) -> Values:
+def _common(gguf: Metadata, family: GGUFFamily) -> Values:
     embedding = gguf.shapes.get("token_embd.weight")
     if embedding is None or len(embedding) != 2:
         raise FormatError(

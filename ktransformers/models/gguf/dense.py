@@ -5,7 +5,15 @@ from __future__ import annotations
 import logging
 
 from ktransformers.errors import UnsupportedError
-from ktransformers.models.gguf.fields import Family, head_dim, latent, layer_norm, partial_rotary, rotary_share, windows
+from ktransformers.models.gguf.fields import (
+    GGUFFamily,
+    head_dim,
+    latent,
+    layer_norm,
+    partial_rotary,
+    rotary_share,
+    windows,
+)
 from ktransformers.models.gguf.metadata import Metadata, Values
 from ktransformers.models.gguf.rope import rope_parameters
 
@@ -265,34 +273,34 @@ def _mistral3(gguf: Metadata) -> tuple[str, Values]:
     return "ministral3", {**head_dim(gguf), "sliding_window": None, "rope_parameters": rope}
 
 
-DENSE_FAMILIES: dict[str, Family] = {
-    "gemma": Family(_gemma, norm_plus_one=True),
-    "gemma2": Family(_gemma2, norm_plus_one=True),
-    "gemma3": Family(_gemma3, norm_plus_one=True),
-    "stablelm": Family(_stablelm, has_layer_norm=True),
-    "nemotron": Family(_nemotron, norm_plus_one=True, has_layer_norm=True),
-    "gptneox": Family(_gptneox, qkv_by_part=True, has_layer_norm=True),
-    "phi2": Family(_phi2, has_layer_norm=True),
-    "phi3": Family(_phi3),
-    "gpt2": Family(_gpt2, is_conv1d=True, has_layer_norm=True),
-    "starcoder": Family(_starcoder, has_layer_norm=True),
-    "starcoder2": Family(_starcoder2, has_layer_norm=True),
-    "command-r": Family(_command_r, has_layer_norm=True),
-    "cohere2": Family(_cohere2, has_layer_norm=True),
-    "chatglm": Family(_chatglm),
-    "exaone": Family(_exaone),
-    "minicpm3": Family(_minicpm3),
-    "olmo": Family(_olmo, permuted_qk=True, has_layer_norm=True),
-    "olmo2": Family(_olmo2),
-    "glm4": Family(_glm4),
-    "jais2": Family(_jais2, has_layer_norm=True),
-    "exaone4": Family(_exaone4),
-    "granite": Family(_granite, permuted_qk=True),
-    "minicpm": Family(_minicpm, permuted_qk=True),
-    "arcee": Family(_arcee, permuted_qk=True),
-    "ernie4_5": Family(_ernie4_5),
-    "hunyuan-dense": Family(_hunyuan_dense),
-    "smollm3": Family(_smollm3, permuted_qk=True),
-    "seed_oss": Family(_seed_oss),
-    "mistral3": Family(_mistral3, permuted_qk=True),
+DENSE_FAMILIES: dict[str, GGUFFamily] = {
+    "gemma": GGUFFamily(_gemma, norm_plus_one=True),
+    "gemma2": GGUFFamily(_gemma2, norm_plus_one=True),
+    "gemma3": GGUFFamily(_gemma3, norm_plus_one=True),
+    "stablelm": GGUFFamily(_stablelm, has_layer_norm=True),
+    "nemotron": GGUFFamily(_nemotron, norm_plus_one=True, has_layer_norm=True),
+    "gptneox": GGUFFamily(_gptneox, qkv_by_part=True, has_layer_norm=True),
+    "phi2": GGUFFamily(_phi2, has_layer_norm=True),
+    "phi3": GGUFFamily(_phi3),
+    "gpt2": GGUFFamily(_gpt2, is_conv1d=True, has_layer_norm=True),
+    "starcoder": GGUFFamily(_starcoder, has_layer_norm=True),
+    "starcoder2": GGUFFamily(_starcoder2, has_layer_norm=True),
+    "command-r": GGUFFamily(_command_r, has_layer_norm=True),
+    "cohere2": GGUFFamily(_cohere2, has_layer_norm=True),
+    "chatglm": GGUFFamily(_chatglm),
+    "exaone": GGUFFamily(_exaone),
+    "minicpm3": GGUFFamily(_minicpm3),
+    "olmo": GGUFFamily(_olmo, permuted_qk=True, has_layer_norm=True),
+    "olmo2": GGUFFamily(_olmo2),
+    "glm4": GGUFFamily(_glm4),
+    "jais2": GGUFFamily(_jais2, has_layer_norm=True),
+    "exaone4": GGUFFamily(_exaone4),
+    "granite": GGUFFamily(_granite, permuted_qk=True),
+    "minicpm": GGUFFamily(_minicpm, permuted_qk=True),
+    "arcee": GGUFFamily(_arcee, permuted_qk=True),
+    "ernie4_5": GGUFFamily(_ernie4_5),
+    "hunyuan-dense": GGUFFamily(_hunyuan_dense),
+    "smollm3": GGUFFamily(_smollm3, permuted_qk=True),
+    "seed_oss": GGUFFamily(_seed_oss),
+    "mistral3": GGUFFamily(_mistral3, permuted_qk=True),
 }

@@ -13,7 +13,7 @@ from ktransformers.models.gguf.rope import rope_parameters
 __all__ = [
     "SIGMOID",
     "SOFTMAX",
-    "Family",
+    "GGUFFamily",
     "check_router",
     "clamp",
     "experts",
@@ -38,7 +38,7 @@ SOFTMAX, SIGMOID = 1, 2  # gguf.ExpertGatingFuncType
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class GGUFFamily:
     """How files of one architecture differ from what all have in common.
 
     config: returns the model type of transformers, and the config values beyond those of all models.
@@ -129,7 +129,7 @@ def gating(gguf: Metadata, default: int) -> int:
     return value
 
 
-def check_router(gguf: Metadata, family: Family) -> None:
+def check_router(gguf: Metadata, family: GGUFFamily) -> None:
     """Raise UnsupportedError for a router that does not do what the family's class has no switch for."""
     if family.gating is not None and gating(gguf, family.gating) != family.gating:
         raise UnsupportedError(f"{gguf.arch} with this expert_gating_func is no known model; pass --model_path")

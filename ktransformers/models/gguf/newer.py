@@ -12,7 +12,7 @@ from ktransformers.models.gguf.dense import granite_multipliers
 from ktransformers.models.gguf.fields import (
     SIGMOID,
     SOFTMAX,
-    Family,
+    GGUFFamily,
     clamp,
     experts,
     gating,
@@ -286,18 +286,18 @@ def _hy_v4(gguf: Metadata) -> tuple[str, Values]:
     }
 
 
-NEWER_FAMILIES: dict[str, Family] = {
-    "bailingmoe3": Family(_bailingmoe3, gating=SIGMOID, positive_decay=True),
-    "cohere2_moe": Family(_cohere2moe, has_layer_norm=True),
-    "cohere2moe": Family(_cohere2moe, has_layer_norm=True),
-    "deepseek32": Family(_deepseek32, gating=SIGMOID),
-    "glm5-next": Family(_glm5_next, gating=SIGMOID),
-    "granite_swa": Family(_granite_swa, permuted_qk=True),
-    "hy_v3": Family(_hy_v3, gating=SIGMOID, normalizes=True),
-    "hy_v4": Family(_hy_v4, gating=SIGMOID),
-    "laguna": Family(_laguna, gating=SIGMOID, normalizes=True, differs_by_layer=True),
-    "mellum": Family(_mellum, gating=SOFTMAX),
-    "minimax-m3": Family(_minimax_m3, gating=SIGMOID, normalizes=True, norm_plus_one=True),
-    "mistral4": Family(_mistral4, gating=SOFTMAX),
-    "step35": Family(_step35, gating=SIGMOID, normalizes=True, norm_plus_one=True, differs_by_layer=True),
+NEWER_FAMILIES: dict[str, GGUFFamily] = {
+    "bailingmoe3": GGUFFamily(_bailingmoe3, gating=SIGMOID, positive_decay=True),
+    "cohere2_moe": GGUFFamily(_cohere2moe, has_layer_norm=True),
+    "cohere2moe": GGUFFamily(_cohere2moe, has_layer_norm=True),
+    "deepseek32": GGUFFamily(_deepseek32, gating=SIGMOID),
+    "glm5-next": GGUFFamily(_glm5_next, gating=SIGMOID),
+    "granite_swa": GGUFFamily(_granite_swa, permuted_qk=True),
+    "hy_v3": GGUFFamily(_hy_v3, gating=SIGMOID, normalizes=True),
+    "hy_v4": GGUFFamily(_hy_v4, gating=SIGMOID),
+    "laguna": GGUFFamily(_laguna, gating=SIGMOID, normalizes=True, differs_by_layer=True),
+    "mellum": GGUFFamily(_mellum, gating=SOFTMAX),
+    "minimax-m3": GGUFFamily(_minimax_m3, gating=SIGMOID, normalizes=True, norm_plus_one=True),
+    "mistral4": GGUFFamily(_mistral4, gating=SOFTMAX),
+    "step35": GGUFFamily(_step35, gating=SIGMOID, normalizes=True, norm_plus_one=True, differs_by_layer=True),
 }

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from ktransformers.errors import FormatError, UnsupportedError
 from ktransformers.models.gguf.dense import granite_multipliers
-from ktransformers.models.gguf.fields import SIGMOID, Family, groups, latent, shared_width
+from ktransformers.models.gguf.fields import SIGMOID, GGUFFamily, groups, latent, shared_width
 from ktransformers.models.gguf.fields import experts as expert_values
 from ktransformers.models.gguf.metadata import Metadata, Values
 from ktransformers.models.gguf.rope import rope_parameters
@@ -360,19 +360,19 @@ def _lfm2moe(gguf: Metadata) -> tuple[str, Values]:
     }
 
 
-RECURRENT_FAMILIES: dict[str, Family] = {
-    "falcon-h1": Family(_falcon_h1),
-    "granitehybrid": Family(_granitehybrid, permuted_qk=True),
-    "jamba": Family(_jamba),
-    "kimi-linear": Family(_kimi_linear, gating=SIGMOID),
-    "lfm2": Family(_lfm2),
-    "lfm2moe": Family(_lfm2moe, gating=SIGMOID),
-    "mamba": Family(_mamba, is_attention_free=True),
-    "mamba2": Family(_mamba2_alone, is_attention_free=True),
-    "nemotron_h": Family(_nemotron_h, permuted_qk=True),
-    "nemotron_h_moe": Family(_nemotron_h, permuted_qk=True),
-    "qwen35": Family(_qwen35, norm_plus_one=True, tiled_values=True),
-    "qwen35moe": Family(_qwen35moe, norm_plus_one=True, tiled_values=True),
-    "qwen4exp": Family(_qwen4exp, norm_plus_one=True, tiled_values=True),
-    "qwen3next": Family(_qwen3next, norm_plus_one=True),
+RECURRENT_FAMILIES: dict[str, GGUFFamily] = {
+    "falcon-h1": GGUFFamily(_falcon_h1),
+    "granitehybrid": GGUFFamily(_granitehybrid, permuted_qk=True),
+    "jamba": GGUFFamily(_jamba),
+    "kimi-linear": GGUFFamily(_kimi_linear, gating=SIGMOID),
+    "lfm2": GGUFFamily(_lfm2),
+    "lfm2moe": GGUFFamily(_lfm2moe, gating=SIGMOID),
+    "mamba": GGUFFamily(_mamba, is_attention_free=True),
+    "mamba2": GGUFFamily(_mamba2_alone, is_attention_free=True),
+    "nemotron_h": GGUFFamily(_nemotron_h, permuted_qk=True),
+    "nemotron_h_moe": GGUFFamily(_nemotron_h, permuted_qk=True),
+    "qwen35": GGUFFamily(_qwen35, norm_plus_one=True, tiled_values=True),
+    "qwen35moe": GGUFFamily(_qwen35moe, norm_plus_one=True, tiled_values=True),
+    "qwen4exp": GGUFFamily(_qwen4exp, norm_plus_one=True, tiled_values=True),
+    "qwen3next": GGUFFamily(_qwen3next, norm_plus_one=True),
 }
