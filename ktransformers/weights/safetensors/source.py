@@ -115,7 +115,7 @@ class SafetensorsSource:
         """Whether a stored tensor that no module asked for may be left over."""
         if stored_name in self._others:
             return True
-        layer = re.search(r"(?:^|\.)layers\.(\d+)\.", stored_name)
+        layer = re.search(r"(?:^|\.)(?:layers|blk)\.(\d+)\.", stored_name)
         if layer is not None:  # layers for multi-token prediction follow the model's own
             first = self._facts.num_layers
             if first <= int(layer[1]) < first + self._facts.num_prediction_layers:
