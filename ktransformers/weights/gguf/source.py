@@ -165,15 +165,7 @@ class GGUFSource:
         if projections is None:
             return None
         infos = {part: self._projection_info(f"{key}.{part}", p, quantize_to) for part, p in projections.items()}
-        biases = self._bias_names(key, layout)
-        return ExpertsInfo(
-            infos.get("gate"),
-            infos["up"],
-            infos["down"],
-            tuple(dict.fromkeys(name for p in projections.values() for name in p.stored)) + tuple(biases.values()),
-            sum(info.nbytes for info in infos.values())
-            + sum(4 * math.prod(self._tensors[b].shape) for b in biases.values()),
-        )
+        return ExpertsInfo.of(infos, {b: self._tensors[b].shape for b in self._bias_names(key, layout).values()})
 
     def experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertWeights:
         """Return the experts of module `key`, one [I, H], [I, H] and [H, I] matrix per expert.
