@@ -53,7 +53,7 @@ class GGUFFamily:
     Changes that the converter makes to tensors beyond renaming:
     permuted_qk: q_proj and k_proj rows (and biases) are reordered for interleaved rotary embedding.
     norm_plus_one: norms are stored as 1 + weight, those of recurrent layers with a gate excepted.
-    tiled_values: heads of values are in another order, see weights/gguf/recurrent_names.py.
+    tiled_values: heads of values are in another order, see weights/gguf/recurrent_forms.py.
     is_conv1d: matrices of modules of class Conv1D are turned to [out, in].
     qkv_by_part: queries, keys and values of one matrix stand one after the other, not head by head.
     positive_decay: decays are stored as exp(A_log), not as -exp(A_log).

@@ -1,15 +1,14 @@
 """Maps Hugging Face module names to the tensors of a GGUF file. Knows names and row orders, reads no bytes.
 
-Names come from the `gguf` package's own maps. What those do not say, because it depends on how llama.cpp's converter
-changes a tensor on its way in, is said by the architecture's record (models/gguf/fields.py) and by a handful of rules
-here. A file of any other architecture is refused, because a changed tensor would load without a complaint and
-compute garbage.
+Names come from the `gguf` package's own maps, and from extra_names.py. How llama.cpp's converter changes a tensor on
+its way in is said by the architecture's record (models/gguf/fields.py) and by a handful of rules here. A file of any
+other architecture is refused, because a changed tensor would load without a complaint and compute garbage.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -19,11 +18,17 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf.families import FAMILIES
 from ktransformers.models.gguf.refused import check_architecture
-from ktransformers.weights.gguf.newer_names import NEWER, NewerNames
-from ktransformers.weights.gguf.recurrent_names import (
+from ktransformers.weights.gguf.extra_names import (
+    BY_ENDING,
+    CONVOLUTION,
+    IN_PARTS,
+    NEWER,
+    NewerNames,
+    converted_name,
+)
+from ktransformers.weights.gguf.recurrent_forms import (
     Form,
     ba_rows,
-    converted_name,
     form_of,
     tiled_rows,
     value_columns,
@@ -74,23 +79,6 @@ _ARCH_IDS = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _SUFFIXES = (".weight", ".bias")
 _QKV = re.compile(r"\.self_attn\.([qkv])_proj(\.weight|\.bias)$")
-
-_BLOCK_NAMES = (
-    # gguf maps these from older module names only, or not at all.
-    (re.compile(r"\.e_score_correction_bias$"), "exp_probs_b.bias"),
-    (re.compile(r"\.mlp\.expert_bias$"), "exp_probs_b.bias"),  # afmoe
-    (re.compile(r"\.router\.scale$"), "ffn_gate_inp.scale"),  # gemma4, as the next
-    (re.compile(r"\.router\.per_expert_scale$"), "ffn_down_exps.scale"),
-    (re.compile(r"\.block_sparse_moe\.router\.weight$"), "ffn_gate_inp.weight"),  # granitemoe
-    (re.compile(r"\.mlp\.gate\.wg\.weight$"), "ffn_gate_inp.weight"),  # hunyuan
-    (re.compile(r"\.feed_forward\.expert_bias$"), "exp_probs_b.bias"),  # lfm2_moe
-    (re.compile(r"\.eh_proj\.weight$"), "nextn.eh_proj.weight"),  # multi-token prediction, as the next
-    (re.compile(r"\.enorm\.weight$"), "nextn.enorm.weight"),
-    (re.compile(r"\.hnorm\.weight$"), "nextn.hnorm.weight"),
-    (re.compile(r"\.fc_embedding\.weight$"), "nextn.e_proj.weight"),  # deepseek4, where eh_proj has not both
-    (re.compile(r"\.fc_hidden\.weight$"), "nextn.h_proj.weight"),
-    (re.compile(r"\.post_projection\.weight$"), "nextn.post_projection.weight"),  # gemma4-assistant
-)
 
 _IGNORABLE = (
     re.compile(r"rope_freqs\.weight"),  # llama 3's frequency factors: config_from_gguf turns them into rope parameters
@@ -168,11 +156,11 @@ class GGUFNames:
     def _joined(self, name: str) -> Stored | None:
         """What modules keep in one parameter, or in several, and files do not."""
         block = self.block(name)
-        for ending, choices in _IN_PARTS.items():
+        for ending, choices in IN_PARTS.items():
             for tails in choices if name.endswith(ending) else ():
                 names = tuple(f"{block}{tail}.weight" for tail in tails)
                 if all(part in self._stored for part in names):
-                    form = Form.CONVOLUTION if ending == _CONVOLUTION else Form.AS_STORED
+                    form = Form.CONVOLUTION if ending == CONVOLUTION else Form.AS_STORED
                     return Stored(names, Change.CONCAT_ROWS, form=form)
         if name.endswith("shared_mlp.output_linear.weight") and f"{block}ffn_down.weight" in self._stored:
             return Stored((f"{block}ffn_down.weight",))
@@ -212,8 +200,8 @@ class GGUFNames:
 
     def _direct(self, name: str) -> str | None:
         block = self.block(name)
-        for pattern, tail in _BLOCK_NAMES:
-            if block is not None and pattern.search(name):
+        for ending, tail in BY_ENDING.items():
+            if block is not None and name.endswith(ending):
                 tails = (tail, tail.removesuffix(".bias"))  # hy_v3's correction has no suffix
                 return next((block + one for one in tails if block + one in self._stored), None)
         mapped = self._map.get_name(converted_name(name), try_suffixes=_SUFFIXES)
@@ -253,17 +241,6 @@ class GGUFNames:
             part * heads * size + head * size + i for head in range(heads) for part in range(3) for i in range(size)
         )
 
-
-_GATE_UP, _SHARED = ("ffn_gate", "ffn_up"), ("ffn_gate_shexp", "ffn_up_shexp")
-_CONVOLUTION = ".self_attn.conv1d.weight"
-_IN_PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
-    "shared_mlp.input_linear.weight": (_SHARED, _GATE_UP),  # the latter in models without other experts
-    ".mlp.gate_up_proj.weight": (_GATE_UP,),
-    ".shared_experts.gate_up_proj.weight": (_SHARED,),
-    _CONVOLUTION: (tuple(f"ssm_conv1d_{part}" for part in "qkv"),),
-    ".indexer.index_qk_proj.weight": (("indexer.q_proj", "indexer.k_proj"),),
-}
-"""What ends so is made of these tensors of its layer, one below the other, of the first choice that the file has."""
 
 _CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 _PERMUTED = tuple(

@@ -18,7 +18,7 @@ from ktransformers.models.facts import ModelFacts
 from ktransformers.weights.experts import RawMatrix, StoredMatrices, check_exact, check_expert_shape, expert_info
 from ktransformers.weights.gguf.file import OTHER_FILE, GGUFModel
 from ktransformers.weights.gguf.names import Change, GGUFNames, Stored, ignorable_gguf, is_of_other_parts, is_table
-from ktransformers.weights.gguf.recurrent_names import Form
+from ktransformers.weights.gguf.recurrent_forms import Form
 from ktransformers.weights.mapped_file import typed_view
 from ktransformers.weights.quantize.transcode import dequantize, resident_type, transcode
 from ktransformers.weights.source import ExpertBiases, ExpertsInfo, ExpertsLayout, MappedExperts, TensorInfo
