@@ -7,6 +7,7 @@ import logging
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.gguf.fields import (
     GGUFFamily,
+    granite_multipliers,
     head_dim,
     latent,
     layer_norm,
@@ -17,7 +18,7 @@ from ktransformers.models.gguf.fields import (
 from ktransformers.models.gguf.metadata import Metadata, Values
 from ktransformers.models.gguf.rope import rope_parameters
 
-__all__ = ["DENSE_FAMILIES", "granite_multipliers"]
+__all__ = ["DENSE_FAMILIES"]
 
 logger = logging.getLogger(__name__)
 
@@ -212,16 +213,6 @@ def _jais2(gguf: Metadata) -> tuple[str, Values]:
 
 def _exaone4(gguf: Metadata) -> tuple[str, Values]:
     return "exaone4", {**head_dim(gguf), **windows(gguf, 4)}
-
-
-def granite_multipliers(gguf: Metadata) -> Values:
-    """Return the factors of embeddings, attention, residuals and logits."""
-    return {
-        "attention_multiplier": gguf.float("attention.scale", 1.0),
-        "embedding_multiplier": gguf.float("embedding_scale", 1.0),
-        "residual_multiplier": gguf.float("residual_scale", 1.0),
-        "logits_scaling": gguf.float("logit_scale", 1.0),
-    }
 
 
 def _granite(gguf: Metadata) -> tuple[str, Values]:

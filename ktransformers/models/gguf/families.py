@@ -10,13 +10,14 @@ import logging
 
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.gguf.compressed import COMPRESSED_FAMILIES
-from ktransformers.models.gguf.dense import DENSE_FAMILIES, granite_multipliers
+from ktransformers.models.gguf.dense import DENSE_FAMILIES
 from ktransformers.models.gguf.fields import (
     SIGMOID,
     SOFTMAX,
     GGUFFamily,
     experts,
     gating,
+    granite_multipliers,
     groups,
     head_dim,
     indexer,

@@ -18,6 +18,7 @@ __all__ = [
     "clamp",
     "experts",
     "gating",
+    "granite_multipliers",
     "groups",
     "head_dim",
     "indexer",
@@ -245,6 +246,16 @@ def leading_dense(gguf: Metadata) -> int:
 def layer_norm(gguf: Metadata, name: str = "layer_norm_eps") -> Values:
     """Return the epsilon of norms that subtract the mean, under the family's name for it."""
     return {name: gguf.float("attention.layer_norm_epsilon")}
+
+
+def granite_multipliers(gguf: Metadata) -> Values:
+    """Return the factors of embeddings, attention, residuals and logits."""
+    return {
+        "attention_multiplier": gguf.float("attention.scale", 1.0),
+        "embedding_multiplier": gguf.float("embedding_scale", 1.0),
+        "residual_multiplier": gguf.float("residual_scale", 1.0),
+        "logits_scaling": gguf.float("logit_scale", 1.0),
+    }
 
 
 def windows(gguf: Metadata, period: int, *, first_is_full: bool = False) -> Values:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 
 from ktransformers.errors import FormatError, UnsupportedError
-from ktransformers.models.gguf.dense import granite_multipliers
 from ktransformers.models.gguf.fields import (
     SIGMOID,
     SOFTMAX,
@@ -16,6 +15,7 @@ from ktransformers.models.gguf.fields import (
     clamp,
     experts,
     gating,
+    granite_multipliers,
     head_dim,
     indexer,
     indexer_kinds,

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from itertools import accumulate
 
 from ktransformers.errors import FormatError, UnsupportedError
-from ktransformers.models.gguf.dense import granite_multipliers
-from ktransformers.models.gguf.fields import SIGMOID, GGUFFamily, groups, latent, shared_width
+from ktransformers.models.gguf.fields import SIGMOID, GGUFFamily, granite_multipliers, groups, latent, shared_width
 from ktransformers.models.gguf.fields import experts as expert_values
 from ktransformers.models.gguf.metadata import Metadata, Values
 from ktransformers.models.gguf.rope import rope_parameters
