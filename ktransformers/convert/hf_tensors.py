@@ -20,7 +20,7 @@ from ktransformers.models.facts import ModelFacts
 from ktransformers.models.registry import routed_experts
 from ktransformers.operators.experts.routed import read_layout
 from ktransformers.weights.gguf.names import Change, GGUFNames, Stored
-from ktransformers.weights.gguf.recurrent_names import Form
+from ktransformers.weights.gguf.recurrent_forms import Form
 from ktransformers.weights.mapped_file import typed_view
 from ktransformers.weights.quantize.transcode import dequantize
 from ktransformers.weights.source import ExpertsLayout, WeightSource

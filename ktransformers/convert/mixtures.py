@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
@@ -66,22 +66,6 @@ class _Place:
     count: int
     model: ModelShape
 
-    @property
-    def is_early(self) -> bool:
-        """Whether the layer is in the first eighth."""
-        return self.index < self.count // 8
-
-    @property
-    def is_between(self) -> bool:
-        """Whether the layer is neither in the first eighth nor in the last."""
-        return not self.is_early and self.index < 7 * self.count // 8
-
-    @property
-    def is_worth_more(self) -> bool:
-        """Whether the layer is in the first or last eighth, or every third between."""
-        eighth = self.count // 8
-        return self.index < eighth or self.index >= 7 * self.count // 8 or (self.index - eighth) % 3 == 2
-
 
 _When = Callable[[_Place], bool]
 _Higher = tuple[str, _When, QuantType]
@@ -118,19 +102,22 @@ def _unweighted(place: _Place) -> bool:
 
 
 def _early(place: _Place) -> bool:
-    return place.is_early
+    """Whether the layer is in the first eighth."""
+    return place.index < place.count // 8
 
 
 def _between(place: _Place) -> bool:
-    return place.is_between
-
-
-def _early_or_eight_experts_more(place: _Place) -> bool:
-    return place.is_early or (_eight_experts(place) and place.is_worth_more)
+    """Whether the layer is neither in the first eighth nor in the last."""
+    return not _early(place) and place.index < 7 * place.count // 8
 
 
 def _more(place: _Place) -> bool:
-    return place.is_worth_more
+    """Whether the layer is in the first or last eighth, or every third between."""
+    return not _between(place) or (place.index - place.count // 8) % 3 == 2
+
+
+def _early_or_eight_experts_more(place: _Place) -> bool:
+    return _early(place) or (_eight_experts(place) and _more(place))
 
 
 def _first(count: int) -> _When:
@@ -138,7 +125,7 @@ def _first(count: int) -> _When:
 
 
 def _early_and(has_importance: bool) -> _When:
-    return lambda place: place.is_early and place.model.has_importance is has_importance
+    return lambda place: _early(place) and place.model.has_importance is has_importance
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +328,7 @@ class TypeRule:
     match: re.Pattern[str]
     qtype: QuantType
     line: int
-    hits: int = field(default=0)
+    hits: int = 0
 
 
 def read_rules(path: Path) -> list[TypeRule]:

@@ -224,14 +224,7 @@ def _from_safetensors(folder: Path) -> _Input:
         check_opens(arch, plain, shapes)
         check_comes_back(opened.hf_config, plain, shapes)
 
-    return _Input(
-        arch,
-        entries,
-        tensors,
-        _shape_of(arch, entries),
-        opened.files,
-        check,
-    )
+    return _Input(arch, entries, tensors, _shape_of(arch, entries), opened.files, check)
 
 
 def _vector(name: str, values: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> OutTensor:
@@ -240,9 +233,7 @@ def _vector(name: str, values: np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
 def _layout(task: Task, given: _Input) -> GGUFLayout:
     shapes = {tensor.name: tensor.shape for tensor in given.tensors}
-    shape = ModelShape(
-        given.shape.num_layers, given.shape.num_experts, given.shape.queries_per_key, task.imatrix is not None
-    )
+    shape = replace(given.shape, has_importance=task.imatrix is not None)
     mixture = MIXTURES[task.mixture]
     types = choose_types(mixture, shapes, shape, task.rules)
     if task.imatrix is None and not task.without_imatrix:

@@ -142,29 +142,24 @@ def routed_experts(model: nn.Module) -> dict[str, int]:
     return found
 
 
-def ignorable_tensors(model: PreTrainedModel, facts: ModelFacts) -> Callable[[str], bool]:
+def ignorable_tensors(model: PreTrainedModel) -> Callable[[str], bool]:
     """Return a predicate: which stored tensors `model` (a causal LM of transformers) does without, by their names in
     the files.
 
-    These are what its class declares (`_keys_to_ignore_on_load_unexpected`), layers for multi-token prediction after
-    the last one, and rotary frequencies, which old checkpoints carry and which follow from the config.
+    These are what its class declares (`_keys_to_ignore_on_load_unexpected`), and experts without weights. Sources know
+    what files may hold besides whatever the class (`WeightSource.ignorable`).
     """
     declared: Iterable[str] = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     patterns = [re.compile(pattern) for pattern in declared]
-    patterns.append(re.compile(r"rotary_emb\.inv_freq$"))
     # Experts that return what they are given have numbers behind the others', and need no weights.
     weighted = {key: len(module.down_proj) for key, module in model.named_modules() if _has_identities(module)}
     expert = re.compile(r"(.+)\.(\d+)\.[^.]+\.weight$")
-    layer = re.compile(r"(?:^|\.)(?:layers|blk)\.(\d+)\.")
-    extra = range(facts.num_layers, facts.num_layers + facts.num_prediction_layers)
 
     def is_ignorable(name: str) -> bool:
-        found = layer.search(name)
-        is_prediction_layer = found is not None and int(found.group(1)) in extra
         one = expert.match(name) if weighted else None
         if one is not None and int(one.group(2)) >= weighted.get(one.group(1), 1 << 30):
             return True
-        return is_prediction_layer or any(pattern.search(name) for pattern in patterns)
+        return any(pattern.search(name) for pattern in patterns)
 
     return is_ignorable
 

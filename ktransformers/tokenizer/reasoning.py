@@ -15,7 +15,9 @@ from ktransformers.tokenizer.stop import held_back
 
 __all__ = [
     "HARMONY_REASONING",
+    "NO_REASONING",
     "OPENED_NEWLINE",
+    "REASONING_FORMATS",
     "REASONING_TAGS",
     "EndTrimmer",
     "ReasoningParser",
@@ -26,16 +28,30 @@ __all__ = [
     "open_thoughts",
 ]
 
-REASONING_TAGS = (
-    ("<think>", "</think>"),  # DeepSeek, Qwen, GLM, Kimi, MiniMax, Hunyuan, ERNIE
-    ("<seed:think>", "</seed:think>"),
-    ("[THINK]", "[/THINK]"),  # Mistral
-    ("<|channel>thought\n", "<channel|>"),  # Gemma 4
-    ("<mm:think>", "</mm:think>"),  # MiniMax-M3
-    ("<|START_THINKING|>", "<|END_THINKING|>"),  # Cohere
-    ("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
+NO_REASONING = "none"
+REASONING_FORMATS: dict[str, tuple[str, str] | None] = {
+    NO_REASONING: None,
+    "think": ("<think>", "</think>"),  # DeepSeek, Qwen, GLM, Kimi, MiniMax, Hunyuan, ERNIE
+    "seed_oss": ("<seed:think>", "</seed:think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "gemma4": ("<|channel>thought\n", "<channel|>"),
+    "minimax_m3": ("<mm:think>", "</mm:think>"),
+    "cohere": ("<|START_THINKING|>", "<|END_THINKING|>"),
+    "apertus": ("<|inner_prefix|>", "<|inner_suffix|>"),
+    "hy_v3": ("<think:opensource>", "</think:opensource>"),
+    "solar_open": ("<|think|>", "<|end|><|begin|>assistant"),
+    "kimi_k3": ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+    "muse_glimmer": ("to=self<|message|>", "<|eom|><|start|>assistant"),
+    "apriel": ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
+}
+"""Marks of the reasoning by the names of --reasoning_format, but for "auto". "none": reasoning is part of the text."""
+
+REASONING_TAGS = tuple(
+    pair
+    for name in ("think", "seed_oss", "mistral", "gemma4", "minimax_m3", "cohere", "apertus")
+    if (pair := REASONING_FORMATS[name]) is not None
 )
-"""Tags that open and close the reasoning, by family."""
+"""Marks that are tags of one family each: a template, or a tokenizer, that has them tells the format."""
 
 HARMONY_REASONING = ("<|channel|>analysis<|message|>", "<|end|>")
 """gpt-oss: a message on a channel of its own. HarmonyParser reads the whole answer."""

@@ -37,7 +37,7 @@ from ktransformers.tokenizer.templates import Ending, Message, Rendered, Renderi
 from ktransformers.tokenizer.templates.calls import spelled
 from ktransformers.tokenizer.templates.pictures import PictureTexts, num_pictures, takes_one, with_pictures
 from ktransformers.tokenizer.tools import AUTO, ToolSchemas, tool_format_named
-from ktransformers.tokenizer.tools.grammars import WidenedOf, tool_grammar
+from ktransformers.tokenizer.tools.grammars import ToolGrammar, tool_grammar
 from ktransformers.tokenizer.tools.response_template import ResponseTemplateParser, why_not_usable
 from ktransformers.tokenizer.tools.shapes import shape_of
 from ktransformers.tokenizer.verbatim import Guard, Verbatim
@@ -201,10 +201,6 @@ class Tokenizer:
         texts = template.values() if isinstance(template, dict) else (template,)
         return any(name in template_variables(text) for text in texts)
 
-    def template_writes(self, text: str) -> bool:
-        """Whether the chat template's source holds this text."""
-        return self.has_chat_template and text in self._template_text()
-
     def use_chat_template(self, template: str) -> None:
         """Take this Jinja source in place of the chat template that came with the files, and read answers by it.
 
@@ -344,25 +340,20 @@ class Tokenizer:
         *,
         parallel: bool = True,
         max_thoughts: int | None = None,
-        widened: WidenedOf | None = None,
-    ) -> str | None:
+    ) -> ToolGrammar | None:
         """Return a grammar in llguidance's Lark for calls of these tools (one, if parallel any number) after reasoning.
 
         None for a checkpoint's own format. max_thoughts: tokens of the reasoning, where the grammar has to know it.
-        widened: gets, by the tool's name, where calls are not held to its schema.
         Raises ConfigError for tools that the format cannot spell.
         """
         form = self._format.tools
         if self._has_own_parser or form is None or not tools:
             return None
-
-        def special(tag: str) -> int | None:
-            found = self.token_id(tag)
-            return found if found in self.added_ids else None  # as Grammars see it
-
         shape = form.shape or shape_of(form.name, self._template_text())
-        tags = tuple(dict.fromkeys([*form.tokens, *self._tags_in(shape.texts)]))
-        return tool_grammar(shape, tags, tools, special, parallel=parallel, max_thoughts=max_thoughts, widened=widened)
+        added = self.added_ids  # as Grammars see it
+        found = {tag: self.token_id(tag) for tag in (*form.tokens, *self._tags_in(shape.texts))}
+        ids = {tag: one for tag, one in found.items() if one is not None and one in added}
+        return tool_grammar(shape, ids, tools, parallel=parallel, max_thoughts=max_thoughts)
 
     def _tags_in(self, texts: Sequence[str]) -> list[str]:
         """The special tokens that these texts hold."""

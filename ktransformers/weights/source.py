@@ -7,7 +7,8 @@ five different ways. This module knows no file format.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -76,6 +77,13 @@ class ExpertsInfo:
     down: TensorInfo
     stored_names: tuple[str, ...]  # of everything, biases included
     nbytes: int  # resident, biases included
+
+    @classmethod
+    def of(cls, infos: Mapping[str, TensorInfo], biases: Mapping[str, Sequence[int]]) -> ExpertsInfo:
+        """Return facts about "gate", "up" and "down", and biases with these shapes by their stored names."""
+        names = dict.fromkeys(name for info in infos.values() for name in info.stored_names)
+        nbytes = sum(info.nbytes for info in infos.values()) + sum(4 * math.prod(shape) for shape in biases.values())
+        return cls(infos.get("gate"), infos["up"], infos["down"], (*names, *biases), nbytes)
 
 
 class ExpertBiases(NamedTuple):

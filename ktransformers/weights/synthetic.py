@@ -212,13 +212,11 @@ class SyntheticSource:
         """Return facts about the experts of module `key`. They are quantized already: quantize_to changes nothing."""
         count, hidden, inner = layout.num_experts, layout.hidden_size, layout.intermediate_size
         first = _held_as(self._mixture.first, hidden)
-        gate = _info(f"{key}.gate", (count, inner, hidden), first) if layout.has_gate else None
-        up = _info(f"{key}.up", (count, inner, hidden), first)
-        down = _info(f"{key}.down", (count, hidden, inner), _held_as(self._mixture.down, inner))
-        parts = [part for part in (gate, up, down) if part is not None]
-        names = (*(part.name for part in parts), *(_bias_name(part) for part in parts if layout.has_bias))
-        biases = sum(4 * math.prod(part.shape[:2]) for part in parts if layout.has_bias)
-        return ExpertsInfo(gate, up, down, names, sum(part.nbytes for part in parts) + biases)
+        shapes = dict.fromkeys(("gate", "up") if layout.has_gate else ("up",), (count, inner, hidden))
+        infos = {part: _info(f"{key}.{part}", shape, first) for part, shape in shapes.items()}
+        infos["down"] = _info(f"{key}.down", (count, hidden, inner), _held_as(self._mixture.down, inner))
+        biases = infos.values() if layout.has_bias else ()
+        return ExpertsInfo.of(infos, {_bias_name(part): part.shape[:2] for part in biases})
 
     def experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertWeights:
         """Return the experts of module `key`, each with numbers and memory of its own."""

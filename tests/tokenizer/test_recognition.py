@@ -255,7 +255,7 @@ def test_forced_calls_are_what_the_template_writes(name: str) -> None:
 
     def taken(text: str) -> int:
         """How many characters of `text` the grammar takes, one token each or more."""
-        matcher, ids = grammars.matcher(Constraint(ConstraintKind.TOOL_CALLS, grammar)), tokenizer.encode(text)
+        matcher, ids = grammars.matcher(Constraint(ConstraintKind.TOOL_CALLS, grammar.text)), tokenizer.encode(text)
         for number, token_id in enumerate(ids):
             if not matcher.allowed()[token_id // 32] >> (token_id % 32) & 1:
                 return len(tokenizer.decode(ids[:number], skip_special_tokens=False))

@@ -257,12 +257,11 @@ def call_of(text: str) -> str:
 
 
 def test_what_a_format_cannot_hold_is_named_where_it_may_be_left_out() -> None:
-    widened: dict[str, Any] = {}
-    tokenizer = tokenizer_of("llama4_pythonic", True)
-    assert tokenizer.tool_grammar({"f": {"properties": {"a b": {}, "c": {}}}}, widened=widened)
-    assert [str(one) for one in widened["f"]] == ["#/properties/a b/properties"]
+    grammar = tokenizer_of("llama4_pythonic", True).tool_grammar({"f": {"properties": {"a b": {}, "c": {}}}})
+    assert grammar is not None
+    assert [str(one) for one in grammar.widened["f"]] == ["#/properties/a b/properties"]
     anchored = {"properties": {"a": {"type": "string", "pattern": "^(?:(?:x|yy)$|z)"}}}
     for name, said in (("qwen3_coder", ["#/properties/a/pattern"]), ("hermes", [])):
-        widened.clear()
-        assert tokenizer_of(name, True).tool_grammar({"f": anchored}, widened=widened)
-        assert [str(one) for one in widened.get("f", ())] == said
+        grammar = tokenizer_of(name, True).tool_grammar({"f": anchored})
+        assert grammar is not None
+        assert [str(one) for one in grammar.widened.get("f", ())] == said

@@ -393,7 +393,7 @@ class Planner:
             path = config.optimize_config_path or default_optimize_rules(opened.facts, model)
             self._rules.append(load_rules(path, config.trust_rules))
         (rules,) = self._rules
-        is_unused = ignorable_tensors(model, opened.facts)
+        is_unused = ignorable_tensors(model)
         quant = None if config.cpu_quant is None else QuantType[config.cpu_quant.upper()]
         plan = make_plan(
             model,

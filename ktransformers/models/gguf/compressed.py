@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ktransformers.errors import FormatError, UnsupportedError
-from ktransformers.models.gguf.fields import Family, clamp, expect_norm, experts, rotary_share
+from ktransformers.models.gguf.fields import GGUFFamily, clamp, experts, rotary_share
 from ktransformers.models.gguf.metadata import Metadata, Values
 from ktransformers.models.gguf.rope import rope_parameters, rope_scaling_factor
 
@@ -21,7 +21,6 @@ _SQRT_SOFTPLUS = 4  # llama.cpp's expert_gating_func
 def _deepseek4(gguf: Metadata) -> tuple[str, Values]:
     if (said := gguf.find_int("expert_gating_func")) not in (None, _SQRT_SOFTPLUS):
         raise UnsupportedError(f"deepseek4.expert_gating_func {said} is of no known model; pass --model_path")
-    expect_norm(gguf)
     rope = rope_parameters(gguf)
     if rope_scaling_factor(gguf) != 1.0 and rope["rope_type"] != "yarn":
         raise UnsupportedError(
@@ -68,4 +67,4 @@ def _layer_types(gguf: Metadata) -> list[str]:
     return [_LAYER_TYPES[int(rate)] for rate in rates]
 
 
-COMPRESSED_FAMILIES: Mapping[str, Family] = {"deepseek4": _deepseek4}
+COMPRESSED_FAMILIES: Mapping[str, GGUFFamily] = {"deepseek4": GGUFFamily(_deepseek4, normalizes=True)}

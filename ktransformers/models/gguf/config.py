@@ -14,11 +14,10 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ktransformers.errors import FormatError, UnsupportedError
-from ktransformers.models.gguf.dense import LAYER_NORM_FAMILIES
-from ktransformers.models.gguf.families import BY_LAYER_FAMILIES, FAMILIES
+from ktransformers.models.gguf.families import FAMILIES
+from ktransformers.models.gguf.fields import GGUFFamily, check_router
 from ktransformers.models.gguf.keys import check_unread
 from ktransformers.models.gguf.metadata import Metadata, Values
-from ktransformers.models.gguf.recurrent import WITHOUT_ATTENTION
 from ktransformers.models.gguf.refused import check_architecture
 from ktransformers.models.gguf.rope import rope_parameters
 
@@ -48,8 +47,9 @@ def config_from_gguf(
             f"the GGUF file's general.type is {kind!r:.40}: it holds no model; give the model's file"
         )
     family = FAMILIES[gguf.arch]
-    common = _common(gguf)  # first: it holds the number of layers against the tensors
-    model_type, specific = family(gguf)
+    common = _common(gguf, family)  # first: it holds the number of layers against the tensors
+    check_router(gguf, family)
+    model_type, specific = family.config(gguf)
     values: Values = {**common, **specific}
     if "rope_parameters" not in values:
         values["rope_parameters"] = rope_parameters(gguf)
@@ -69,7 +69,7 @@ def config_from_gguf(
 _DRAFTING = re.compile(r"blk\.(\d{1,9})\.nextn\.")
 
 
-def _common(gguf: Metadata) -> Values:
+def _common(gguf: Metadata, family: GGUFFamily) -> Values:
     embedding = gguf.shapes.get("token_embd.weight")
     if embedding is None or len(embedding) != 2:
         raise FormatError(
@@ -100,19 +100,18 @@ def _common(gguf: Metadata) -> Values:
         "tie_word_embeddings": "output.weight" not in gguf.shapes,
         **_token_ids(gguf.metadata, embedding[0]),
     }
-    if gguf.arch in WITHOUT_ATTENTION:
+    if family.is_attention_free:
         return values
-    by_layer = gguf.arch in BY_LAYER_FAMILIES
-    heads = max(gguf.ints("attention.head_count")) if by_layer else gguf.int("attention.head_count")
+    heads = max(gguf.ints("attention.head_count")) if family.differs_by_layer else gguf.int("attention.head_count")
     values |= {"num_attention_heads": heads, "max_position_embeddings": gguf.int("context_length")}
     if (prediction := gguf.find_int("nextn_predict_layers")) is not None:
         values["num_nextn_predict_layers"] = prediction
-    if gguf.arch not in LAYER_NORM_FAMILIES:
+    if not family.has_layer_norm:
         usual = 1e-6 if gguf.arch == "gemma3" else None  # Ollama's converter does not write it
         if gguf.arch in ("nemotron_h", "nemotron_h_moe"):  # whose config has one name for it, most often the other
             usual = gguf.find_float("attention.layer_norm_epsilon")
         values["rms_norm_eps"] = gguf.float("attention.layer_norm_rms_epsilon", usual)
-    if by_layer:
+    if family.differs_by_layer:
         return values
     values["num_key_value_heads"] = gguf.find_some("attention.head_count_kv") or heads
     if (inner := gguf.find_some("feed_forward_length")) is not None:

@@ -5,32 +5,22 @@ from __future__ import annotations
 import logging
 
 from ktransformers.errors import UnsupportedError
-from ktransformers.models.gguf.fields import Family, head_dim, latent, layer_norm, rotary_share, windows
+from ktransformers.models.gguf.fields import (
+    GGUFFamily,
+    granite_multipliers,
+    head_dim,
+    latent,
+    layer_norm,
+    partial_rotary,
+    rotary_share,
+    windows,
+)
 from ktransformers.models.gguf.metadata import Metadata, Values
 from ktransformers.models.gguf.rope import rope_parameters
 
-__all__ = ["DENSE_FAMILIES", "LAYER_NORM_FAMILIES", "granite_multipliers"]
+__all__ = ["DENSE_FAMILIES"]
 
 logger = logging.getLogger(__name__)
-
-LAYER_NORM_FAMILIES = (
-    *(
-        "cohere2",
-        "cohere2_moe",
-        "cohere2moe",
-        "command-r",
-        "gpt2",
-        "gptneox",
-        "jais2",
-        "nemotron",
-        "olmo",
-        "phi2",
-        "stablelm",
-        "starcoder",
-        "starcoder2",
-    ),
-)
-"""Those whose norms subtract the mean, or may; they name their epsilon themselves."""
 
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
 
@@ -187,21 +177,12 @@ def _glm4(gguf: Metadata) -> tuple[str, Values]:
         raise UnsupportedError(
             "rope.dimension_sections: the language model of GLM-4V, whose rows of queries and keys are in another order"
         )
-    size = gguf.find_int("attention.key_length", 1) or gguf.head_size
-    share = rotary_share(gguf, size)
-    rope = {**rope_parameters(gguf), "partial_rotary_factor": share}
-    return "glm4", {**_bias(gguf), "head_dim": size, "rope_parameters": rope}
+    return "glm4", {**_bias(gguf), **partial_rotary(gguf)}
 
 
 def _chatglm(gguf: Metadata) -> tuple[str, Values]:
     """GLM-4 and GLM-Edge, and ChatGLM3, which computes the same."""
-    size = gguf.find_int("attention.key_length", 1) or gguf.head_size
-    rope = {**rope_parameters(gguf), "partial_rotary_factor": rotary_share(gguf, size)}
-    return "glm", {
-        "head_dim": size,
-        "rope_parameters": rope,
-        "attention_bias": gguf.has(r"attn_(q|qkv)\.bias"),
-    }
+    return "glm", {**partial_rotary(gguf), "attention_bias": gguf.has(r"attn_(q|qkv)\.bias")}
 
 
 def _exaone(gguf: Metadata) -> tuple[str, Values]:
@@ -232,16 +213,6 @@ def _jais2(gguf: Metadata) -> tuple[str, Values]:
 
 def _exaone4(gguf: Metadata) -> tuple[str, Values]:
     return "exaone4", {**head_dim(gguf), **windows(gguf, 4)}
-
-
-def granite_multipliers(gguf: Metadata) -> Values:
-    """Return the factors of embeddings, attention, residuals and logits."""
-    return {
-        "attention_multiplier": gguf.float("attention.scale", 1.0),
-        "embedding_multiplier": gguf.float("embedding_scale", 1.0),
-        "residual_multiplier": gguf.float("residual_scale", 1.0),
-        "logits_scaling": gguf.float("logit_scale", 1.0),
-    }
 
 
 def _granite(gguf: Metadata) -> tuple[str, Values]:
@@ -293,34 +264,34 @@ def _mistral3(gguf: Metadata) -> tuple[str, Values]:
     return "ministral3", {**head_dim(gguf), "sliding_window": None, "rope_parameters": rope}
 
 
-DENSE_FAMILIES: dict[str, Family] = {
-    "gemma": _gemma,
-    "gemma2": _gemma2,
-    "gemma3": _gemma3,
-    "stablelm": _stablelm,
-    "nemotron": _nemotron,
-    "gptneox": _gptneox,
-    "phi2": _phi2,
-    "phi3": _phi3,
-    "gpt2": _gpt2,
-    "starcoder": _starcoder,
-    "starcoder2": _starcoder2,
-    "command-r": _command_r,
-    "cohere2": _cohere2,
-    "chatglm": _chatglm,
-    "exaone": _exaone,
-    "minicpm3": _minicpm3,
-    "olmo": _olmo,
-    "olmo2": _olmo2,
-    "glm4": _glm4,
-    "jais2": _jais2,
-    "exaone4": _exaone4,
-    "granite": _granite,
-    "minicpm": _minicpm,
-    "arcee": _arcee,
-    "ernie4_5": _ernie4_5,
-    "hunyuan-dense": _hunyuan_dense,
-    "smollm3": _smollm3,
-    "seed_oss": _seed_oss,
-    "mistral3": _mistral3,
+DENSE_FAMILIES: dict[str, GGUFFamily] = {
+    "gemma": GGUFFamily(_gemma, norm_plus_one=True),
+    "gemma2": GGUFFamily(_gemma2, norm_plus_one=True),
+    "gemma3": GGUFFamily(_gemma3, norm_plus_one=True),
+    "stablelm": GGUFFamily(_stablelm, has_layer_norm=True),
+    "nemotron": GGUFFamily(_nemotron, norm_plus_one=True, has_layer_norm=True),
+    "gptneox": GGUFFamily(_gptneox, qkv_by_part=True, has_layer_norm=True),
+    "phi2": GGUFFamily(_phi2, has_layer_norm=True),
+    "phi3": GGUFFamily(_phi3),
+    "gpt2": GGUFFamily(_gpt2, is_conv1d=True, has_layer_norm=True),
+    "starcoder": GGUFFamily(_starcoder, has_layer_norm=True),
+    "starcoder2": GGUFFamily(_starcoder2, has_layer_norm=True),
+    "command-r": GGUFFamily(_command_r, has_layer_norm=True),
+    "cohere2": GGUFFamily(_cohere2, has_layer_norm=True),
+    "chatglm": GGUFFamily(_chatglm),
+    "exaone": GGUFFamily(_exaone),
+    "minicpm3": GGUFFamily(_minicpm3),
+    "olmo": GGUFFamily(_olmo, permuted_qk=True, has_layer_norm=True),
+    "olmo2": GGUFFamily(_olmo2),
+    "glm4": GGUFFamily(_glm4),
+    "jais2": GGUFFamily(_jais2, has_layer_norm=True),
+    "exaone4": GGUFFamily(_exaone4),
+    "granite": GGUFFamily(_granite, permuted_qk=True),
+    "minicpm": GGUFFamily(_minicpm, permuted_qk=True),
+    "arcee": GGUFFamily(_arcee, permuted_qk=True),
+    "ernie4_5": GGUFFamily(_ernie4_5),
+    "hunyuan-dense": GGUFFamily(_hunyuan_dense),
+    "smollm3": GGUFFamily(_smollm3, permuted_qk=True),
+    "seed_oss": GGUFFamily(_seed_oss),
+    "mistral3": GGUFFamily(_mistral3, permuted_qk=True),
 }

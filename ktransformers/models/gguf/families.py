@@ -10,23 +10,24 @@ import logging
 
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.gguf.compressed import COMPRESSED_FAMILIES
-from ktransformers.models.gguf.dense import DENSE_FAMILIES, granite_multipliers
+from ktransformers.models.gguf.dense import DENSE_FAMILIES
 from ktransformers.models.gguf.fields import (
     SIGMOID,
     SOFTMAX,
-    Family,
-    expect_gating,
-    expect_norm,
+    GGUFFamily,
     experts,
     gating,
+    granite_multipliers,
     groups,
     head_dim,
     indexer,
+    indexer_kinds,
     latent,
     mlp_kinds,
     partial_rotary,
     rotary_share,
     routing,
+    shared_width,
     windows,
 )
 from ktransformers.models.gguf.metadata import Metadata, Values
@@ -34,7 +35,7 @@ from ktransformers.models.gguf.newer import NEWER_FAMILIES
 from ktransformers.models.gguf.recurrent import RECURRENT_FAMILIES
 from ktransformers.models.gguf.rope import rope_parameters
 
-__all__ = ["BY_LAYER_FAMILIES", "FAMILIES"]
+__all__ = ["FAMILIES"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +48,8 @@ def _llama(gguf: Metadata) -> tuple[str, Values]:
     if gguf.find_int("expert_count"):
         if has_bias:
             raise UnsupportedError("a mixtral file with attention biases is no known model; pass --model_path")
-        mixtral = experts(gguf, "num_local_experts")
-        inner = mixtral.pop("moe_intermediate_size", None)
-        return "mixtral", {**mixtral, **head_dim(gguf), "intermediate_size": inner, "sliding_window": window}
+        mixtral = experts(gguf, "num_local_experts", width="intermediate_size")
+        return "mixtral", {**mixtral, **head_dim(gguf), "sliding_window": window}
     if window and not has_bias:
         return "mistral", {**head_dim(gguf), "sliding_window": window}
     return "llama", {**head_dim(gguf), "attention_bias": has_bias, "mlp_bias": gguf.has(r"ffn_down\.bias")}
@@ -64,14 +64,10 @@ def _qwen3(gguf: Metadata) -> tuple[str, Values]:
 
 
 def _qwen2moe(gguf: Metadata) -> tuple[str, Values]:
-    shared = gguf.find_int("expert_shared_feed_forward_length", 1)
-    shape = gguf.shape("ffn_up_shexp.weight")
-    if shared is None and shape is not None:
-        shared = shape[0]
     # Qwen's converter does not write norm_topk_prob; every published Qwen2-MoE has it false, every Qwen3-MoE true.
     return "qwen2_moe", {
         **experts(gguf, "num_experts"),
-        "shared_expert_intermediate_size": shared,
+        "shared_expert_intermediate_size": shared_width(gguf),
         "norm_topk_prob": gguf.bool("expert_weights_norm", False),
         "use_sliding_window": False,
         "qkv_bias": gguf.has(r"attn_q\.bias"),
@@ -85,9 +81,7 @@ def _qwen3moe(gguf: Metadata) -> tuple[str, Values]:
         "norm_topk_prob": gguf.bool("expert_weights_norm", True),
         "use_sliding_window": False,
         "attention_bias": gguf.has(r"attn_q\.bias"),
-        "mlp_only_layers": [
-            layer for layer in range(gguf.layers) if f"blk.{layer}.ffn_gate_inp.weight" not in gguf.shapes
-        ],
+        "mlp_only_layers": [layer for layer, kind in enumerate(mlp_kinds(gguf)) if kind == "dense"],
     }
 
 
@@ -123,10 +117,8 @@ def _unwritten_groups(is_v3: bool, experts: int) -> Values:
 
 
 def _olmoe(gguf: Metadata) -> tuple[str, Values]:
-    values = experts(gguf, "num_experts")
-    values["intermediate_size"] = values.pop("moe_intermediate_size", None)
     return "olmoe", {
-        **values,
+        **experts(gguf, "num_experts", width="intermediate_size"),
         "norm_topk_prob": gguf.bool("expert_weights_norm", False),
         "clip_qkv": gguf.find_float("attention.clamp_kqv"),
         "attention_bias": gguf.has(r"attn_q\.bias"),
@@ -134,7 +126,6 @@ def _olmoe(gguf: Metadata) -> tuple[str, Values]:
 
 
 def _glm4moe(gguf: Metadata) -> tuple[str, Values]:
-    expect_gating(gguf, SIGMOID)
     return "glm4_moe", {
         **experts(gguf, "n_routed_experts"),
         **routing(gguf),
@@ -146,7 +137,6 @@ def _glm4moe(gguf: Metadata) -> tuple[str, Values]:
 
 def _bailingmoe(gguf: Metadata) -> tuple[str, Values]:
     """Ling 1.x, which computes what GraniteMoE with a shared expert does; transformers has no class of its name."""
-    expect_gating(gguf, SOFTMAX)
     is_usual = gguf.bool("expert_weights_norm", False) and gguf.float("expert_weights_scale", 1.0) == 1.0
     if gguf.find_int("leading_dense_block_count") or not is_usual:
         raise UnsupportedError(
@@ -162,7 +152,6 @@ def _bailingmoe(gguf: Metadata) -> tuple[str, Values]:
 
 def _bailingmoe2(gguf: Metadata) -> tuple[str, Values]:
     """Ling 2.0, which computes what GLM-4.5 does; transformers has no class of its name."""
-    expect_gating(gguf, SIGMOID)
     return "glm4_moe", {
         **experts(gguf, "n_routed_experts"),
         **routing(gguf),
@@ -173,7 +162,6 @@ def _bailingmoe2(gguf: Metadata) -> tuple[str, Values]:
 
 
 def _dots1(gguf: Metadata) -> tuple[str, Values]:
-    expect_gating(gguf, SIGMOID)
     return "dots1", {
         **experts(gguf, "n_routed_experts"),
         **routing(gguf),
@@ -185,25 +173,20 @@ def _dots1(gguf: Metadata) -> tuple[str, Values]:
 
 
 def _gpt_oss(gguf: Metadata) -> tuple[str, Values]:
-    values = experts(gguf, "num_local_experts")
-    inner = values.pop("moe_intermediate_size", None)
     rope = rope_parameters(gguf)
     if rope["rope_type"] == "yarn":
         rope["truncate"] = False  # of every gpt-oss; the format has no key for it
     return "gpt_oss", {
-        **values,
+        **experts(gguf, "num_local_experts", width="intermediate_size"),
         **head_dim(gguf),
-        "intermediate_size": inner,
         "sliding_window": gguf.int("attention.sliding_window"),
         "rope_parameters": rope,
     }
 
 
 def _granitemoe(gguf: Metadata) -> tuple[str, Values]:
-    values = experts(gguf, "num_local_experts")
-    inner = values.pop("moe_intermediate_size", None)
-    values |= {
-        "intermediate_size": inner,
+    values: Values = {
+        **experts(gguf, "num_local_experts", width="intermediate_size"),
         **granite_multipliers(gguf),
         "attention_bias": gguf.has(r"attn_q\.bias"),
     }
@@ -214,7 +197,6 @@ def _granitemoe(gguf: Metadata) -> tuple[str, Values]:
 
 
 def _ernie(gguf: Metadata) -> tuple[str, Values]:
-    expect_gating(gguf, SOFTMAX)
     return "ernie4_5_moe", {
         **experts(gguf, "moe_num_experts", "moe_k"),
         "moe_num_shared_experts": gguf.find_int("expert_shared_count") or 0,
@@ -231,10 +213,8 @@ def _phimoe(gguf: Metadata) -> tuple[str, Values]:
             "phimoe with longrope: the format has no keys for its short_mscale and long_mscale; pass --model_path with "
             "the model's config.json"
         )
-    values = experts(gguf, "num_local_experts")
-    values["intermediate_size"] = values.pop("moe_intermediate_size", None)
     return "phimoe", {
-        **values,
+        **experts(gguf, "num_local_experts", width="intermediate_size"),
         "attention_bias": gguf.has(r"attn_q\.bias"),
         "lm_head_bias": "output.bias" in gguf.shapes,
         "sliding_window": gguf.find_int("attention.sliding_window", 1),
@@ -242,26 +222,23 @@ def _phimoe(gguf: Metadata) -> tuple[str, Values]:
 
 
 def _minimax(gguf: Metadata) -> tuple[str, Values]:
-    expect_gating(gguf, SIGMOID)
-    values = experts(gguf, "num_local_experts")
-    values["intermediate_size"] = values.pop("moe_intermediate_size", None)
-    return "minimax_m2", {**values, **partial_rotary(gguf)}
+    return "minimax_m2", {
+        **experts(gguf, "num_local_experts", width="intermediate_size"),
+        **partial_rotary(gguf),
+    }
 
 
 def _hunyuan(gguf: Metadata) -> tuple[str, Values]:
-    values = experts(gguf, "num_experts", "moe_topk")
-    layers = gguf.layers
-    inner = values.pop("moe_intermediate_size", None)
+    values = experts(gguf, "num_experts", "moe_topk", "intermediate_size")
     shared = gguf.shape("ffn_up_shexp.weight")
-    if shared is not None and shared[0] != inner:
+    if shared is not None and shared[0] != values.get("intermediate_size"):
         raise UnsupportedError(
             "a hunyuan-moe file whose shared expert is not as wide as the routed ones; pass --model_path"
         )
     return "hunyuan_v1_moe", {
         **values,
         **head_dim(gguf),
-        "intermediate_size": inner,
-        "moe_topk": [values["moe_topk"]] * layers,
+        "moe_topk": [values["moe_topk"]] * gguf.layers,
         "attention_bias": gguf.has(r"attn_q\.bias"),
     }
 
@@ -274,7 +251,6 @@ def _shared_of_groups(gguf: Metadata) -> Values:
 
 
 def _exaone_moe(gguf: Metadata) -> tuple[str, Values]:
-    expect_gating(gguf, SIGMOID)
     values = {**experts(gguf, "num_experts"), **_shared_of_groups(gguf), **head_dim(gguf), **windows(gguf, 4)}
     dense = gguf.int("leading_dense_block_count", 0)
     values["mlp_layer_types"] = ["dense" if layer < dense else "sparse" for layer in range(gguf.layers)]
@@ -282,8 +258,6 @@ def _exaone_moe(gguf: Metadata) -> tuple[str, Values]:
 
 
 def _afmoe(gguf: Metadata) -> tuple[str, Values]:
-    expect_gating(gguf, SIGMOID)
-    expect_norm(gguf)
     return "afmoe", {
         **experts(gguf, "num_experts"),
         **head_dim(gguf),
@@ -300,12 +274,10 @@ _LLAMA4_WITHOUT_NORM = 128  # experts of Maverick, which does not normalize quer
 
 
 def _llama4(gguf: Metadata) -> tuple[str, Values]:
-    values = experts(gguf, "num_local_experts")
-    inner = values.pop("moe_intermediate_size", None)
+    values = experts(gguf, "num_local_experts", width="intermediate_size")
     return "llama4_text", {
         **values,
         **head_dim(gguf),
-        "intermediate_size": inner,
         "intermediate_size_mlp": gguf.int("feed_forward_length"),
         "interleave_moe_layer_step": gguf.int("interleave_moe_layer_step"),
         "use_qk_norm": values["num_local_experts"] != _LLAMA4_WITHOUT_NORM,
@@ -314,15 +286,14 @@ def _llama4(gguf: Metadata) -> tuple[str, Values]:
 
 
 def _glm_dsa(gguf: Metadata) -> tuple[str, Values]:
-    expect_gating(gguf, SIGMOID)
     values: Values = {
         **experts(gguf, "n_routed_experts"),
         **routing(gguf),
         **latent(gguf),
         **indexer(gguf),
     }
-    if (full := gguf.by_layer("attention.indexer.types")) is not None:
-        values["indexer_types"] = ["full" if one else "shared" for one in full]
+    if (kinds := indexer_kinds(gguf)) is not None:
+        values["indexer_types"] = kinds
     return "glm_moe_dsa", values
 
 
@@ -331,7 +302,6 @@ _MIMO2_WINDOW = 128  # as published and as files have it, without the token itse
 
 def _mimo2(gguf: Metadata) -> tuple[str, Values]:
     """Layers with a window have twice the heads of keys; all rotate as much of a head, with a base of their own."""
-    expect_gating(gguf, SIGMOID)
     values = {**experts(gguf, "n_routed_experts"), **windows(gguf, 6)}
     kinds, kv_heads = values["layer_types"], gguf.ints("attention.head_count_kv")
     assert isinstance(kinds, list)
@@ -400,37 +370,34 @@ def _gemma4(gguf: Metadata) -> tuple[str, Values]:
     return "gemma4_text", values
 
 
-BY_LAYER_FAMILIES = ("gemma4", "laguna", "mimo2", "step35")
-"""Those whose heads or widths differ from layer to layer; they read them themselves."""
-
-FAMILIES: dict[str, Family] = {
-    "llama": _llama,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "qwen2moe": _qwen2moe,
-    "qwen3moe": _qwen3moe,
-    "deepseek2": _deepseek2,
-    "olmoe": _olmoe,
-    "glm4moe": _glm4moe,
-    "bailingmoe": _bailingmoe,
-    "bailingmoe2": _bailingmoe2,
-    "dots1": _dots1,
-    "gpt-oss": _gpt_oss,
-    "granitemoe": _granitemoe,
-    "ernie4_5-moe": _ernie,
-    "phimoe": _phimoe,
-    "minimax-m2": _minimax,
-    "hunyuan-moe": _hunyuan,
-    "exaone-moe": _exaone_moe,
-    "afmoe": _afmoe,
-    "llama4": _llama4,
-    "glm-dsa": _glm_dsa,
-    "mimo2": _mimo2,
-    "gemma4": _gemma4,
+FAMILIES: dict[str, GGUFFamily] = {
+    "llama": GGUFFamily(_llama, permuted_qk=True),
+    "qwen2": GGUFFamily(_qwen2),
+    "qwen3": GGUFFamily(_qwen3),
+    "qwen2moe": GGUFFamily(_qwen2moe),
+    "qwen3moe": GGUFFamily(_qwen3moe),
+    "deepseek2": GGUFFamily(_deepseek2),
+    "olmoe": GGUFFamily(_olmoe),
+    "glm4moe": GGUFFamily(_glm4moe, gating=SIGMOID),
+    "bailingmoe": GGUFFamily(_bailingmoe, gating=SOFTMAX, permuted_qk=True),
+    "bailingmoe2": GGUFFamily(_bailingmoe2, gating=SIGMOID),
+    "dots1": GGUFFamily(_dots1, gating=SIGMOID),
+    "gpt-oss": GGUFFamily(_gpt_oss),
+    "granitemoe": GGUFFamily(_granitemoe, permuted_qk=True),
+    "ernie4_5-moe": GGUFFamily(_ernie, gating=SOFTMAX),
+    "phimoe": GGUFFamily(_phimoe),
+    "minimax-m2": GGUFFamily(_minimax, gating=SIGMOID),
+    "hunyuan-moe": GGUFFamily(_hunyuan),
+    "exaone-moe": GGUFFamily(_exaone_moe, gating=SIGMOID),
+    "afmoe": GGUFFamily(_afmoe, gating=SIGMOID, normalizes=True),
+    "llama4": GGUFFamily(_llama4),
+    "glm-dsa": GGUFFamily(_glm_dsa, gating=SIGMOID),
+    "mimo2": GGUFFamily(_mimo2, gating=SIGMOID, differs_by_layer=True),
+    "gemma4": GGUFFamily(_gemma4, differs_by_layer=True),
     # The language models of those that read images: positions of text are the same on all axes.
-    "qwen2vl": _qwen2,
-    "qwen3vl": _qwen3,
-    "qwen3vlmoe": _qwen3moe,
+    "qwen2vl": GGUFFamily(_qwen2),
+    "qwen3vl": GGUFFamily(_qwen3),
+    "qwen3vlmoe": GGUFFamily(_qwen3moe),
     **COMPRESSED_FAMILIES,
     **DENSE_FAMILIES,
     **NEWER_FAMILIES,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ktransformers.errors import FormatError, UnsupportedError
 from ktransformers.models.gguf.metadata import Metadata, Values
@@ -12,15 +13,16 @@ from ktransformers.models.gguf.rope import rope_parameters
 __all__ = [
     "SIGMOID",
     "SOFTMAX",
-    "Family",
+    "GGUFFamily",
+    "check_router",
     "clamp",
-    "expect_gating",
-    "expect_norm",
     "experts",
     "gating",
+    "granite_multipliers",
     "groups",
     "head_dim",
     "indexer",
+    "indexer_kinds",
     "latent",
     "layer_norm",
     "leading_dense",
@@ -28,13 +30,48 @@ __all__ = [
     "partial_rotary",
     "rotary_share",
     "routing",
+    "routing_by_layer",
+    "shared_width",
     "windows",
 ]
 
-Family = Callable[[Metadata], tuple[str, Values]]
-"""The model type of transformers, and the config values beyond those of all models."""
-
 SOFTMAX, SIGMOID = 1, 2  # gguf.ExpertGatingFuncType
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFFamily:
+    """How files of one architecture differ from what all have in common.
+
+    config: returns the model type of transformers, and the config values beyond those of all models.
+
+    Of the metadata:
+    has_layer_norm: norms subtract the mean, or may; `config` names their epsilon itself.
+    differs_by_layer: heads or widths differ from layer to layer; `config` reads them itself.
+    is_attention_free: files say 0 heads, and a context length that stands for any.
+    gating: how the router makes weights of scores, where the family knows one way: SOFTMAX or SIGMOID.
+    normalizes: the router normalizes weights, and the family's class has no switch for that.
+
+    Changes that the converter makes to tensors beyond renaming:
+    permuted_qk: q_proj and k_proj rows (and biases) are reordered for interleaved rotary embedding.
+    norm_plus_one: norms are stored as 1 + weight, those of recurrent layers with a gate excepted.
+    tiled_values: heads of values are in another order, see weights/gguf/recurrent_forms.py.
+    is_conv1d: matrices of modules of class Conv1D are turned to [out, in].
+    qkv_by_part: queries, keys and values of one matrix stand one after the other, not head by head.
+    positive_decay: decays are stored as exp(A_log), not as -exp(A_log).
+    """
+
+    config: Callable[[Metadata], tuple[str, Values]]
+    has_layer_norm: bool = False
+    differs_by_layer: bool = False
+    is_attention_free: bool = False
+    gating: int | None = None
+    normalizes: bool = False
+    permuted_qk: bool = False
+    norm_plus_one: bool = False
+    tiled_values: bool = False
+    is_conv1d: bool = False
+    qkv_by_part: bool = False
+    positive_decay: bool = False
 
 
 def head_dim(gguf: Metadata) -> Values:
@@ -59,8 +96,10 @@ def partial_rotary(gguf: Metadata) -> Values:
     return {"head_dim": size, "rope_parameters": {**rope_parameters(gguf), "partial_rotary_factor": share}}
 
 
-def experts(gguf: Metadata, count: str, used: str = "num_experts_per_tok") -> Values:
-    """Return the number of experts as `count`, how many a token takes as `used`, and moe_intermediate_size."""
+def experts(
+    gguf: Metadata, count: str, used: str = "num_experts_per_tok", width: str = "moe_intermediate_size"
+) -> Values:
+    """Return the number of experts as `count`, how many a token takes as `used`, and how wide they are as `width`."""
     num_experts, chosen = gguf.int("expert_count"), gguf.int("expert_used_count")
     router = gguf.shape("ffn_gate_inp.weight")
     if router is not None and router[0] != num_experts:
@@ -71,12 +110,16 @@ def experts(gguf: Metadata, count: str, used: str = "num_experts_per_tok") -> Va
     gate = gguf.shape("ffn_gate_exps.weight") or gguf.shape("ffn_up_exps.weight")
     if gate is not None and len(gate) < 2:
         raise FormatError(f"the experts' tensors are no matrices: their shape is {gate}")
-    width = gguf.find_int("expert_feed_forward_length", 1)
-    if width is None and gate is not None:
-        width = gate[-2]
-    if width is not None:
-        values["moe_intermediate_size"] = width
-    return values
+    inner = gguf.find_int("expert_feed_forward_length", 1)
+    if inner is None and gate is not None:
+        inner = gate[-2]
+    return values if inner is None else {**values, width: inner}
+
+
+def shared_width(gguf: Metadata) -> int | None:
+    """Return how wide shared experts are, all together; None without."""
+    shape = gguf.shape("ffn_up_shexp.weight")
+    return gguf.find_int("expert_shared_feed_forward_length", 1) or (None if shape is None else shape[0])
 
 
 def gating(gguf: Metadata, default: int) -> int:
@@ -87,15 +130,11 @@ def gating(gguf: Metadata, default: int) -> int:
     return value
 
 
-def expect_gating(gguf: Metadata, wanted: int) -> None:
-    """Raise UnsupportedError for a router that makes weights of scores in the other way."""
-    if gating(gguf, wanted) != wanted:
+def check_router(gguf: Metadata, family: GGUFFamily) -> None:
+    """Raise UnsupportedError for a router that does not do what the family's class has no switch for."""
+    if family.gating is not None and gating(gguf, family.gating) != family.gating:
         raise UnsupportedError(f"{gguf.arch} with this expert_gating_func is no known model; pass --model_path")
-
-
-def expect_norm(gguf: Metadata) -> None:
-    """Raise UnsupportedError for a router that does not normalize, of which the family's class has no such switch."""
-    if not gguf.bool("expert_weights_norm", True):
+    if family.normalizes and not gguf.bool("expert_weights_norm", True):
         raise UnsupportedError(
             f"a {gguf.arch} file whose router does not normalize is no known model; pass --model_path"
         )
@@ -122,6 +161,14 @@ def routing(gguf: Metadata) -> Values:
         "routed_scaling_factor": gguf.float("expert_weights_scale", 1.0),
         "norm_topk_prob": gguf.bool("expert_weights_norm", False),
         **groups(gguf),
+    }
+
+
+def routing_by_layer(gguf: Metadata) -> Values:
+    """Return `routing` for families that say of each layer whether it has experts."""
+    return {
+        **{name: value for name, value in routing(gguf).items() if name != "first_k_dense_replace"},
+        "mlp_layer_types": mlp_kinds(gguf),
     }
 
 
@@ -174,10 +221,17 @@ def indexer(gguf: Metadata) -> Values:
     }
 
 
+def indexer_kinds(gguf: Metadata) -> list[str] | None:
+    """Return, by layer, whether it has an indexer ("full") or takes the choice of one before it ("shared"); None when
+    the file does not say.
+    """
+    full = gguf.by_layer("attention.indexer.types")
+    return None if full is None else ["full" if one else "shared" for one in full]
+
+
 def mlp_kinds(gguf: Metadata) -> list[str]:
     """Return, by layer, whether it has experts ("sparse") or not ("dense"): the tensors say it."""
-    sparse = (f"blk.{layer}.ffn_gate_inp.weight" in gguf.shapes for layer in range(gguf.layers))
-    return ["sparse" if one else "dense" for one in sparse]
+    return ["sparse" if one else "dense" for one in gguf.by_tensor("ffn_gate_inp.weight")]
 
 
 def leading_dense(gguf: Metadata) -> int:
@@ -192,6 +246,16 @@ def leading_dense(gguf: Metadata) -> int:
 def layer_norm(gguf: Metadata, name: str = "layer_norm_eps") -> Values:
     """Return the epsilon of norms that subtract the mean, under the family's name for it."""
     return {name: gguf.float("attention.layer_norm_epsilon")}
+
+
+def granite_multipliers(gguf: Metadata) -> Values:
+    """Return the factors of embeddings, attention, residuals and logits."""
+    return {
+        "attention_multiplier": gguf.float("attention.scale", 1.0),
+        "embedding_multiplier": gguf.float("embedding_scale", 1.0),
+        "residual_multiplier": gguf.float("residual_scale", 1.0),
+        "logits_scaling": gguf.float("logit_scale", 1.0),
+    }
 
 
 def windows(gguf: Metadata, period: int, *, first_is_full: bool = False) -> Values:

@@ -78,6 +78,10 @@ class Metadata:
         pattern = re.compile(rf"blk\.\d+\.{re.escape(tensor)}")
         return next((shape for name, shape in self.shapes.items() if pattern.fullmatch(name)), None)
 
+    def by_tensor(self, tensor: str) -> builtins.list[builtins.bool]:
+        """Return, by layer, whether it has the tensor of that name."""
+        return [f"blk.{layer}.{tensor}" in self.shapes for layer in range(self.layers)]
+
     def find_int(self, key: str, least: int = 0) -> int | None:
         """Return a count, or None when the file does not say. A list with one entry per layer must hold one
         value only.

@@ -8,23 +8,23 @@ from __future__ import annotations
 import logging
 
 from ktransformers.errors import FormatError, UnsupportedError
-from ktransformers.models.gguf.dense import granite_multipliers
 from ktransformers.models.gguf.fields import (
     SIGMOID,
     SOFTMAX,
-    Family,
+    GGUFFamily,
     clamp,
-    expect_gating,
-    expect_norm,
     experts,
     gating,
+    granite_multipliers,
     head_dim,
     indexer,
+    indexer_kinds,
     latent,
     layer_norm,
     mlp_kinds,
     rotary_share,
     routing,
+    routing_by_layer,
     windows,
 )
 from ktransformers.models.gguf.metadata import Metadata, Values
@@ -45,8 +45,6 @@ def _two_rotations(gguf: Metadata) -> Values:
 
 
 def _laguna(gguf: Metadata) -> tuple[str, Values]:
-    expect_gating(gguf, SIGMOID)
-    expect_norm(gguf)
     size, heads = gguf.int("attention.key_length"), gguf.ints("attention.head_count")
     rotations = _two_rotations(gguf)["rope_parameters"]
     assert isinstance(rotations, dict)
@@ -76,7 +74,6 @@ def _laguna(gguf: Metadata) -> tuple[str, Values]:
 
 
 def _mellum(gguf: Metadata) -> tuple[str, Values]:
-    expect_gating(gguf, SOFTMAX)
     return "mellum", {
         **experts(gguf, "num_experts"),
         **head_dim(gguf),
@@ -90,16 +87,13 @@ def _mellum(gguf: Metadata) -> tuple[str, Values]:
 
 def _cohere2moe(gguf: Metadata) -> tuple[str, Values]:
     """ik_llama.cpp's converter writes an epsilon of RMS norms, llama.cpp's one of norms that subtract the mean."""
-    values = experts(gguf, "num_experts")
-    inner = values.pop("moe_intermediate_size", None)
     rms = gguf.find_float("attention.layer_norm_rms_epsilon") or None
     norm = {"layer_norm_eps": rms, "rms_norm_eps": rms} if rms else {**layer_norm(gguf), "rms_norm_eps": None}
     return "cohere2_moe", {
-        **values,
+        **experts(gguf, "num_experts", width="intermediate_size"),
         **norm,
         **head_dim(gguf),
         **windows(gguf, 4, first_is_full=True),
-        "intermediate_size": inner,
         "prefix_dense_intermediate_size": gguf.int("feed_forward_length"),
         "mlp_layer_types": mlp_kinds(gguf),
         "num_shared_experts": gguf.find_int("expert_shared_count") or 0,
@@ -111,8 +105,6 @@ def _cohere2moe(gguf: Metadata) -> tuple[str, Values]:
 
 
 def _hy_v3(gguf: Metadata) -> tuple[str, Values]:
-    expect_gating(gguf, SIGMOID)
-    expect_norm(gguf)
     values = {**experts(gguf, "num_experts"), **head_dim(gguf)}
     inner, shared = values.get("moe_intermediate_size"), gguf.shape("ffn_up_shexp.weight")
     if shared is None or not isinstance(inner, int) or shared[0] % inner:
@@ -129,24 +121,18 @@ def _hy_v3(gguf: Metadata) -> tuple[str, Values]:
 
 def _minimax_m3(gguf: Metadata) -> tuple[str, Values]:
     """MLPs clamp and scale their gates by the published 7 and 1.702, as llama.cpp does."""
-    expect_gating(gguf, SIGMOID)
-    expect_norm(gguf)
-    values = experts(gguf, "num_local_experts")
-    inner = values.pop("moe_intermediate_size", None)
     shared = gguf.shape("ffn_up_shexp.weight")
-    sparse = [f"blk.{layer}.indexer.q_proj.weight" in gguf.shapes for layer in range(gguf.layers)]
     size = gguf.int("attention.key_length")
     return "minimax_m3_vl_text", {
-        **values,
+        **experts(gguf, "num_local_experts", width="intermediate_size"),
         "head_dim": size,
-        "intermediate_size": inner,
         "dense_intermediate_size": gguf.int("feed_forward_length"),
         "shared_intermediate_size": 0 if shared is None else shared[0],
         "routed_scaling_factor": gguf.float("expert_weights_scale", 1.0),
         "rotary_dim": gguf.int("rope.dimension_count", 2),
         "rope_parameters": {**rope_parameters(gguf), "partial_rotary_factor": rotary_share(gguf, size)},
         "mlp_layer_types": mlp_kinds(gguf),
-        "layer_types": ["minimax_m3_sparse" if one else FULL for one in sparse],
+        "layer_types": ["minimax_m3_sparse" if one else FULL for one in gguf.by_tensor("indexer.q_proj.weight")],
         "index_n_heads": gguf.int("attention.indexer.head_count"),
         "index_head_dim": gguf.int("attention.indexer.key_length"),
         "index_topk_blocks": gguf.int("attention.indexer.top_k"),
@@ -156,7 +142,6 @@ def _minimax_m3(gguf: Metadata) -> tuple[str, Values]:
 
 
 def _deepseek32(gguf: Metadata) -> tuple[str, Values]:
-    expect_gating(gguf, SIGMOID)
     return "deepseek_v32", {
         **experts(gguf, "n_routed_experts"),
         **routing(gguf),
@@ -172,22 +157,18 @@ def _linear_heads(gguf: Metadata) -> int:
 
 
 def _bailingmoe3(gguf: Metadata) -> tuple[str, Values]:
-    expect_gating(gguf, SIGMOID)
     if not gguf.bool("kda.safe_gate", True):
         raise UnsupportedError("a bailingmoe3 file whose gates have no lower bound; pass --model_path")
-    of_heads = latent(gguf)
-    linear = [f"blk.{layer}.ssm_a" in gguf.shapes for layer in range(gguf.layers)]
     return "bailing_hybrid", {
         **experts(gguf, "num_experts"),
-        **{name: value for name, value in routing(gguf).items() if name != "first_k_dense_replace"},
-        **of_heads,
+        **routing_by_layer(gguf),
+        **latent(gguf),
         "head_dim": gguf.int("kda.head_dim"),
         "linear_num_heads": _linear_heads(gguf),
         "short_conv_kernel_size": gguf.int("ssm.conv_kernel"),
         "kda_safe_gate": True,
         "kda_lower_bound": gguf.float("kda.gate_lower_bound"),
-        "layer_types": ["linear_attention" if one else FULL for one in linear],
-        "mlp_layer_types": mlp_kinds(gguf),
+        "layer_types": ["linear_attention" if one else FULL for one in gguf.by_tensor("ssm_a")],
         "rope_theta": gguf.float("rope.freq_base"),
     }
 
@@ -215,7 +196,6 @@ def _granite_swa(gguf: Metadata) -> tuple[str, Values]:
 
 def _mistral4(gguf: Metadata) -> tuple[str, Values]:
     """llama.cpp's converter of Hugging Face's checkpoints has no key for the growth of queries: it is as published."""
-    expect_gating(gguf, SOFTMAX)
     rope = rope_parameters(gguf)
     beta = gguf.find_float("attention.temperature_scale")
     if beta is None and rope["rope_type"] == "yarn":
@@ -229,8 +209,6 @@ def _mistral4(gguf: Metadata) -> tuple[str, Values]:
 
 def _step35(gguf: Metadata) -> tuple[str, Values]:
     """Layers without a window rotate half of a head, which no key says, and have fewer heads."""
-    expect_gating(gguf, SIGMOID)
-    expect_norm(gguf)
     size, values = gguf.int("attention.key_length"), {**experts(gguf, "n_routed_experts"), **windows(gguf, 1)}
     kinds, kv_heads = values["layer_types"], set(gguf.ints("attention.head_count_kv"))
     assert isinstance(kinds, list)
@@ -270,17 +248,13 @@ def _step35(gguf: Metadata) -> tuple[str, Values]:
 
 def _glm5_next(gguf: Metadata) -> tuple[str, Values]:
     """Nothing rotates, and all MLPs clamp at one value."""
-    expect_gating(gguf, SIGMOID)
-    linear = [f"blk.{layer}.ssm_a" in gguf.shapes for layer in range(gguf.layers)]
-    full = gguf.by_layer("attention.indexer.types") or [True] * gguf.layers
     return "glm5_next_text", {
         **experts(gguf, "n_routed_experts"),
-        **{name: value for name, value in routing(gguf).items() if name != "first_k_dense_replace"},
+        **routing_by_layer(gguf),
         **latent(gguf),
         **indexer(gguf),
-        "mlp_layer_types": mlp_kinds(gguf),
-        "layer_types": ["linear_attention" if one else "indexed_attention" for one in linear],
-        "indexer_types": ["full" if one else "shared" for one in full],
+        "layer_types": ["linear_attention" if one else "indexed_attention" for one in gguf.by_tensor("ssm_a")],
+        "indexer_types": indexer_kinds(gguf) or ["full"] * gguf.layers,
         "index_kpool": gguf.int("attention.indexer.kpool"),
         "index_kpool_always_select_tail": gguf.bool("attention.indexer.kpool_select_tail", True),
         "swiglu_limit": clamp(gguf, "swiglu_clamp_exp", "swiglu_clamp_shexp"),
@@ -296,17 +270,15 @@ def _glm5_next(gguf: Metadata) -> tuple[str, Values]:
 
 
 def _hy_v4(gguf: Metadata) -> tuple[str, Values]:
-    expect_gating(gguf, SIGMOID)
-    full = gguf.by_layer("attention.indexer.types")
-    if full is None:
+    kinds = indexer_kinds(gguf)
+    if kinds is None:
         raise UnsupportedError("a hy_v4 file without indexers is no known model; pass --model_path")
     return "hy_v4", {
         **experts(gguf, "n_routed_experts"),
-        **{name: value for name, value in routing(gguf).items() if name != "first_k_dense_replace"},
+        **routing_by_layer(gguf),
         **latent(gguf),
         **indexer(gguf),
-        "mlp_layer_types": mlp_kinds(gguf),
-        "indexer_types": ["full" if one else "shared" for one in full],
+        "indexer_types": kinds,
         "swiglu_limit": clamp(gguf, "swiglu_clamp_exp"),
         "hc_mult": gguf.int("hyper_connection.count"),
         "hc_eps": gguf.float("hyper_connection.epsilon"),
@@ -314,18 +286,18 @@ def _hy_v4(gguf: Metadata) -> tuple[str, Values]:
     }
 
 
-NEWER_FAMILIES: dict[str, Family] = {
-    "bailingmoe3": _bailingmoe3,
-    "cohere2_moe": _cohere2moe,
-    "cohere2moe": _cohere2moe,
-    "deepseek32": _deepseek32,
-    "glm5-next": _glm5_next,
-    "granite_swa": _granite_swa,
-    "hy_v3": _hy_v3,
-    "hy_v4": _hy_v4,
-    "laguna": _laguna,
-    "mellum": _mellum,
-    "minimax-m3": _minimax_m3,
-    "mistral4": _mistral4,
-    "step35": _step35,
+NEWER_FAMILIES: dict[str, GGUFFamily] = {
+    "bailingmoe3": GGUFFamily(_bailingmoe3, gating=SIGMOID, positive_decay=True),
+    "cohere2_moe": GGUFFamily(_cohere2moe, has_layer_norm=True),
+    "cohere2moe": GGUFFamily(_cohere2moe, has_layer_norm=True),
+    "deepseek32": GGUFFamily(_deepseek32, gating=SIGMOID),
+    "glm5-next": GGUFFamily(_glm5_next, gating=SIGMOID),
+    "granite_swa": GGUFFamily(_granite_swa, permuted_qk=True),
+    "hy_v3": GGUFFamily(_hy_v3, gating=SIGMOID, normalizes=True),
+    "hy_v4": GGUFFamily(_hy_v4, gating=SIGMOID),
+    "laguna": GGUFFamily(_laguna, gating=SIGMOID, normalizes=True, differs_by_layer=True),
+    "mellum": GGUFFamily(_mellum, gating=SOFTMAX),
+    "minimax-m3": GGUFFamily(_minimax_m3, gating=SIGMOID, normalizes=True, norm_plus_one=True),
+    "mistral4": GGUFFamily(_mistral4, gating=SOFTMAX),
+    "step35": GGUFFamily(_step35, gating=SIGMOID, normalizes=True, norm_plus_one=True, differs_by_layer=True),
 }

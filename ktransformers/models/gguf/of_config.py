@@ -47,10 +47,6 @@ def _head_dim(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def _dense(config: Any) -> Values:
-    return _heads(config)
-
-
 def _windowed(config: Any) -> Values:
     window = getattr(config, "sliding_window", None)
     return _heads(config) | ({"attention.sliding_window": window} if window else {})
@@ -157,10 +153,6 @@ def _ernie4_5_moe(config: Any) -> Values:
     }
 
 
-def _phimoe(config: Any) -> Values:
-    return _mixtral(config)
-
-
 def _hunyuan_v1_moe(config: Any) -> Values:
     used = config.moe_topk[0] if isinstance(config.moe_topk, list) else config.moe_topk
     experts = _experts(config, config.num_experts, used, config.intermediate_size)
@@ -168,11 +160,11 @@ def _hunyuan_v1_moe(config: Any) -> Values:
 
 
 WRITABLE_FAMILIES: Mapping[str, tuple[str, Callable[[Any], Values]]] = {
-    "llama": ("llama", _dense),
+    "llama": ("llama", _heads),
     "mistral": ("llama", _windowed),
     "mixtral": ("llama", _mixtral),
-    "qwen2": ("qwen2", _dense),
-    "qwen3": ("qwen3", _dense),
+    "qwen2": ("qwen2", _heads),
+    "qwen3": ("qwen3", _heads),
     "qwen2_moe": ("qwen2moe", _qwen2_moe),
     "qwen3_moe": ("qwen3moe", _qwen3_moe),
     "deepseek_v2": ("deepseek2", _deepseek_v2),
@@ -185,7 +177,7 @@ WRITABLE_FAMILIES: Mapping[str, tuple[str, Callable[[Any], Values]]] = {
     "hunyuan_v1_moe": ("hunyuan-moe", _hunyuan_v1_moe),
     "minimax_m2": ("minimax-m2", _minimax_m2),
     "olmoe": ("olmoe", _olmoe),
-    "phimoe": ("phimoe", _phimoe),
+    "phimoe": ("phimoe", _mixtral),
 }
 """model_type -> architecture of the file, and what the family has beyond all others."""
 

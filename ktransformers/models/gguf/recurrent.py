@@ -5,20 +5,17 @@ Which layer is of which kind is asked of the tensors: metadata say it in a diffe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import accumulate
 
 from ktransformers.errors import FormatError, UnsupportedError
-from ktransformers.models.gguf.fields import SIGMOID, expect_gating, groups
+from ktransformers.models.gguf.fields import SIGMOID, GGUFFamily, granite_multipliers, groups, latent, shared_width
 from ktransformers.models.gguf.fields import experts as expert_values
 from ktransformers.models.gguf.metadata import Metadata, Values
 from ktransformers.models.gguf.rope import rope_parameters
 from ktransformers.models.ngram_hash import hash_multipliers, primes_from
 
-__all__ = ["RECURRENT_FAMILIES", "WITHOUT_ATTENTION"]
-
-WITHOUT_ATTENTION = frozenset({"mamba", "mamba2"})
-"""Architectures whose files say 0 heads and a length of sequences that stands for any."""
+__all__ = ["RECURRENT_FAMILIES"]
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -59,16 +56,11 @@ def _gated_delta_net(gguf: Metadata) -> Values:
     }
 
 
-def _shared_width(gguf: Metadata) -> int | None:
-    shape = gguf.shape("ffn_up_shexp.weight")
-    return gguf.find_int("expert_shared_feed_forward_length", 1) or (None if shape is None else shape[0])
-
-
 def _qwen3next(gguf: Metadata) -> tuple[str, Values]:
     return "qwen3_next", {
         **_gated_delta_net(gguf),
         **expert_values(gguf, "num_experts"),
-        "shared_expert_intermediate_size": _shared_width(gguf),
+        "shared_expert_intermediate_size": shared_width(gguf),
         "norm_topk_prob": gguf.bool("expert_weights_norm", True),
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
@@ -88,7 +80,7 @@ def _qwen35moe(gguf: Metadata) -> tuple[str, Values]:
     return "qwen3_5_moe_text", {
         **_qwen35(gguf)[1],
         **expert_values(gguf, "num_experts"),
-        "shared_expert_intermediate_size": _shared_width(gguf),
+        "shared_expert_intermediate_size": shared_width(gguf),
     }
 
 
@@ -105,7 +97,7 @@ def _qwen4exp(gguf: Metadata) -> tuple[str, Values]:
         **values,
         **expert_values(gguf, "num_experts"),
         "layer_types": _kinds(gguf, {"ssm_a": LINEAR, "attn_q.weight": "indexed_attention"}),
-        "shared_expert_intermediate_size": _shared_width(gguf),
+        "shared_expert_intermediate_size": shared_width(gguf),
         "norm_topk_prob": gguf.bool("expert_weights_norm", True),
         "output_gate_type": "sigmoid",
         "hc_count": gguf.int("hyper_connection.count"),
@@ -168,22 +160,13 @@ def _ngrams(gguf: Metadata) -> Values:
 
 
 def _kimi_linear(gguf: Metadata) -> tuple[str, Values]:
-    heads, rope_dim = gguf.int("attention.head_count"), gguf.int("rope.dimension_count", 2)
-    key, value = gguf.int("attention.key_length_mla"), gguf.int("attention.value_length_mla")
-    if key <= rope_dim:
-        raise FormatError(f"kimi-linear: heads of {key} cannot hold a rotary part of {rope_dim}")
-    expect_gating(gguf, SIGMOID)
+    heads = gguf.int("attention.head_count")
     delta, size = gguf.shape("ssm_a"), gguf.int("kda.head_dim")
     return "kimi_linear", {
         **expert_values(gguf, "num_local_experts"),
         "layer_types": _kinds(gguf, {"ssm_a": LINEAR, "attn_kv_a_mqa.weight": FULL}),
         "mlp_layer_types": _kinds(gguf, {"ffn_gate_inp.weight": "sparse", "ffn_up.weight": "dense"}),
-        "num_key_value_heads": heads,
-        "q_lora_rank": gguf.find_int("attention.q_lora_rank") or None,
-        "kv_lora_rank": gguf.int("attention.kv_lora_rank"),
-        "qk_rope_head_dim": rope_dim,
-        "qk_nope_head_dim": key - rope_dim,
-        "v_head_dim": value,
+        **latent(gguf),
         "linear_head_dim": size,
         "linear_num_heads": max(delta or (heads,)),
         "linear_conv_kernel_dim": gguf.int("ssm.conv_kernel"),
@@ -219,18 +202,6 @@ _GRANITE = {
     "convolution_bias": "mamba_conv_bias",
     "bias": "mamba_proj_bias",
 }
-_NEMOTRON = {
-    "heads": "mamba_num_heads",
-    "groups": "n_groups",
-    "state": "ssm_state_size",
-    "head": "mamba_head_dim",
-    "convolution": "conv_kernel",
-    "expansion": "expand",
-    "convolution_bias": "use_conv_bias",
-    "bias": "mamba_proj_bias",
-}
-
-
 _MAMBA2 = {
     "heads": "num_heads",
     "groups": "n_groups",
@@ -240,6 +211,13 @@ _MAMBA2 = {
     "expansion": "expand",
     "convolution_bias": "use_conv_bias",
     "bias": "use_bias",
+}
+_NEMOTRON = {
+    **_MAMBA2,
+    "heads": "mamba_num_heads",
+    "state": "ssm_state_size",
+    "head": "mamba_head_dim",
+    "bias": "mamba_proj_bias",
 }
 
 
@@ -288,19 +266,15 @@ def _mamba(gguf: Metadata) -> tuple[str, Values]:
 def _granitehybrid(gguf: Metadata) -> tuple[str, Values]:
     experts: Values = {"num_local_experts": 0, "num_experts_per_tok": 0}
     if gguf.find_int("expert_count"):
-        experts = expert_values(gguf, "num_local_experts")
-        experts["intermediate_size"] = experts.pop("moe_intermediate_size", None)
+        experts = expert_values(gguf, "num_local_experts", width="intermediate_size")
     dense = gguf.shape("ffn_up.weight")
     return "granitemoehybrid", {
         **_mamba2(gguf, _GRANITE),
         **experts,
         "layer_types": _kinds(gguf, {"ssm_a": LINEAR, "attn_q.weight": FULL}),
-        "shared_intermediate_size": _shared_width(gguf) or (0 if dense is None else dense[0]),
+        "shared_intermediate_size": shared_width(gguf) or (0 if dense is None else dense[0]),
         "position_embedding_type": "rope" if gguf.bool("rope.scaling.finetuned", True) else None,  # as llama.cpp
-        "attention_multiplier": gguf.float("attention.scale", 1.0),
-        "embedding_multiplier": gguf.float("embedding_scale", 1.0),
-        "residual_multiplier": gguf.float("residual_scale", 1.0),
-        "logits_scaling": gguf.float("logit_scale", 1.0),
+        **granite_multipliers(gguf),
         "attention_bias": gguf.has(r"attn_q\.bias"),
     }
 
@@ -321,7 +295,7 @@ def _nemotron_h(gguf: Metadata) -> tuple[str, Values]:
         values |= {
             **expert_values(gguf, "n_routed_experts"),
             "n_shared_experts": gguf.int("expert_shared_count", 0),
-            "moe_shared_expert_intermediate_size": _shared_width(gguf),
+            "moe_shared_expert_intermediate_size": shared_width(gguf),
             "routed_scaling_factor": gguf.float("expert_weights_scale", 1.0),
             "norm_topk_prob": gguf.bool("expert_weights_norm", True),
             **groups(gguf),
@@ -375,7 +349,6 @@ def _lfm2(gguf: Metadata) -> tuple[str, Values]:
 
 
 def _lfm2moe(gguf: Metadata) -> tuple[str, Values]:
-    expect_gating(gguf, SIGMOID)
     return "lfm2_moe", {
         **{name: value for name, value in _lfm2(gguf)[1].items() if not name.startswith("block_")},
         **expert_values(gguf, "num_experts"),
@@ -386,19 +359,19 @@ def _lfm2moe(gguf: Metadata) -> tuple[str, Values]:
     }
 
 
-RECURRENT_FAMILIES: dict[str, Callable[[Metadata], tuple[str, Values]]] = {
-    "falcon-h1": _falcon_h1,
-    "granitehybrid": _granitehybrid,
-    "jamba": _jamba,
-    "kimi-linear": _kimi_linear,
-    "lfm2": _lfm2,
-    "lfm2moe": _lfm2moe,
-    "mamba": _mamba,
-    "mamba2": _mamba2_alone,
-    "nemotron_h": _nemotron_h,
-    "nemotron_h_moe": _nemotron_h,
-    "qwen35": _qwen35,
-    "qwen35moe": _qwen35moe,
-    "qwen4exp": _qwen4exp,
-    "qwen3next": _qwen3next,
+RECURRENT_FAMILIES: dict[str, GGUFFamily] = {
+    "falcon-h1": GGUFFamily(_falcon_h1),
+    "granitehybrid": GGUFFamily(_granitehybrid, permuted_qk=True),
+    "jamba": GGUFFamily(_jamba),
+    "kimi-linear": GGUFFamily(_kimi_linear, gating=SIGMOID),
+    "lfm2": GGUFFamily(_lfm2),
+    "lfm2moe": GGUFFamily(_lfm2moe, gating=SIGMOID),
+    "mamba": GGUFFamily(_mamba, is_attention_free=True),
+    "mamba2": GGUFFamily(_mamba2_alone, is_attention_free=True),
+    "nemotron_h": GGUFFamily(_nemotron_h, permuted_qk=True),
+    "nemotron_h_moe": GGUFFamily(_nemotron_h, permuted_qk=True),
+    "qwen35": GGUFFamily(_qwen35, norm_plus_one=True, tiled_values=True),
+    "qwen35moe": GGUFFamily(_qwen35moe, norm_plus_one=True, tiled_values=True),
+    "qwen4exp": GGUFFamily(_qwen4exp, norm_plus_one=True, tiled_values=True),
+    "qwen3next": GGUFFamily(_qwen3next, norm_plus_one=True),
 }

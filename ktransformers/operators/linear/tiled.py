@@ -10,7 +10,7 @@ __all__ = ["TiledInput"]
 
 
 class TiledInput(nn.Module):
-    """A projection of value heads whose columns lie as Qwen3.5 files have them (weights/gguf/recurrent_names.py)."""
+    """A projection of value heads whose columns lie as Qwen3.5 files have them (weights/gguf/recurrent_forms.py)."""
 
     def __init__(self, linear: nn.Module, key_heads: int, run: int):
         super().__init__()

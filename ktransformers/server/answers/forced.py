@@ -12,7 +12,6 @@ from ktransformers.server.answers.requests import Conversation, Tool, ToolChoice
 from ktransformers.server.backend.base import ModelInfo
 from ktransformers.server.http.fields import schema_place
 from ktransformers.tokenizer import Tokenizer
-from ktransformers.tokenizer.tools.grammars import WidenedOf
 
 __all__ = ["forced_calls", "reason_of_refusal"]
 
@@ -55,10 +54,9 @@ def _chosen(tools: Sequence[Tool], choice: ToolChoice) -> list[Tool]:
 
 def _constraint(tokenizer: Tokenizer, tools: Sequence[Tool], choice: ToolChoice, budget: int | None) -> Constraint:
     schemas: Mapping[str, Mapping[str, Any] | None] = {tool.name: tool.parameters for tool in tools}
-    widened: WidenedOf = {}
     parallel = choice.max_calls != 1
     try:
-        grammar = tokenizer.tool_grammar(schemas, parallel=parallel, max_thoughts=budget, widened=widened)
+        grammar = tokenizer.tool_grammar(schemas, parallel=parallel, max_thoughts=budget)
     except ConfigError as error:
         raise FieldError(f"{_FIELD}: {error}", _FIELD) from error
     if grammar is None:
@@ -67,11 +65,11 @@ def _constraint(tokenizer: Tokenizer, tools: Sequence[Tool], choice: ToolChoice,
             "start the server with --tool_format"
         )
     for tool in tools:
-        if tool.strict and widened.get(tool.name):
+        if tool.strict and grammar.widened.get(tool.name):
             raise FieldError(
                 f"{_FIELD}: calls of {tool.name[:64]!r} cannot be forced: it is strict, and arguments cannot be "
-                f"held to {widened[tool.name][0]}: leave that out, or strict, and the rest is followed",
+                f"held to {grammar.widened[tool.name][0]}: leave that out, or strict, and the rest is followed",
                 _FIELD,
             )
-    places = (schema_place(f"tools.{name}", *one) for name, found in widened.items() for one in found)
-    return Constraint(ConstraintKind.TOOL_CALLS, grammar, widened=tuple(places))
+    places = (schema_place(f"tools.{name}", *one) for name, found in grammar.widened.items() for one in found)
+    return Constraint(ConstraintKind.TOOL_CALLS, grammar.text, widened=tuple(places))

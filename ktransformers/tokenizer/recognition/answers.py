@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ktransformers.errors import ConfigError
-from ktransformers.tokenizer.reasoning import HARMONY_REASONING, REASONING_TAGS
+from ktransformers.tokenizer.reasoning import HARMONY_REASONING, NO_REASONING, REASONING_FORMATS, REASONING_TAGS
 from ktransformers.tokenizer.recognition.calls import recognize_calls
 from ktransformers.tokenizer.recognition.probe import Probe
 from ktransformers.tokenizer.recognition.turns import TurnMarks, recognize_turns
@@ -27,24 +27,6 @@ from ktransformers.tokenizer.tools.formats import (
 __all__ = ["NO_REASONING", "REASONING_FORMATS", "AnswerFormat", "Source", "check_reasoning_format", "recognize"]
 
 _log = logging.getLogger(__name__)
-
-NO_REASONING = "none"
-REASONING_FORMATS: dict[str, tuple[str, str] | None] = {
-    NO_REASONING: None,
-    "think": REASONING_TAGS[0],
-    "seed_oss": ("<seed:think>", "</seed:think>"),
-    "mistral": ("[THINK]", "[/THINK]"),
-    "gemma4": ("<|channel>thought\n", "<channel|>"),
-    "minimax_m3": ("<mm:think>", "</mm:think>"),
-    "cohere": ("<|START_THINKING|>", "<|END_THINKING|>"),
-    "apertus": ("<|inner_prefix|>", "<|inner_suffix|>"),
-    "hy_v3": ("<think:opensource>", "</think:opensource>"),
-    "solar_open": ("<|think|>", "<|end|><|begin|>assistant"),
-    "kimi_k3": ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
-    "muse_glimmer": ("to=self<|message|>", "<|eom|><|start|>assistant"),
-    "apriel": ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
-}
-"""Marks of the reasoning by the names of --reasoning_format, but for "auto". "none": reasoning is part of the text."""
 
 _ALIASES = {"deepseek": AUTO}
 """What llama.cpp calls it: reasoning apart from the text, whatever the model's marks are."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ktransformers.errors import ConfigError
 from ktransformers.tokenizer.tools.base import ToolParser
 from ktransformers.tokenizer.tools.events import ToolSchemas
-from ktransformers.tokenizer.tools.families.deepseek import DeepSeekV3Parser, DeepSeekV31Parser, DsmlParser
+from ktransformers.tokenizer.tools.families.deepseek import DeepSeekV3Parser, DeepSeekV31Parser
 from ktransformers.tokenizer.tools.families.functionary import FunctionaryParser
 from ktransformers.tokenizer.tools.families.gemma import GemmaParser
 from ktransformers.tokenizer.tools.families.glm import GlmParser
@@ -19,14 +19,13 @@ from ktransformers.tokenizer.tools.families.hermes import HermesParser
 from ktransformers.tokenizer.tools.families.hunyuan import HunyuanParser
 from ktransformers.tokenizer.tools.families.kimi import KimiParser
 from ktransformers.tokenizer.tools.families.llama import LlamaJsonParser, LlamaPythonicParser
-from ktransformers.tokenizer.tools.families.minimax import MiniMaxParser
 from ktransformers.tokenizer.tools.families.minimax_m3 import MiniMaxM3Parser
 from ktransformers.tokenizer.tools.families.mistral import MistralParser
 from ktransformers.tokenizer.tools.families.muse import MuseGlimmerParser
 from ktransformers.tokenizer.tools.families.plain_json import PlainJsonParser
-from ktransformers.tokenizer.tools.families.qwen import QwenXmlParser
 from ktransformers.tokenizer.tools.shape_parser import ShapeParser, tags_of
 from ktransformers.tokenizer.tools.shapes import SHAPES, CallShape
+from ktransformers.tokenizer.tools.xml_text import XmlParser
 
 __all__ = [
     "AUTO",
@@ -74,6 +73,7 @@ _DEEPSEEK = (
     "<｜tool▁call▁end｜>",
     "<｜tool▁sep｜>",
 )
+_MINIMAX = ("<minimax:tool_call>", "</minimax:tool_call>")
 _TOOL_CALL = ("<tool_call>", "</tool_call>")
 _DSML = "｜DSML｜"
 HARMONY = "harmony"
@@ -98,11 +98,17 @@ def _shaped(
     )
 
 
+def _xml(*names: str) -> Callable[[ToolSchemas], ToolParser]:
+    return functools.partial(XmlParser, tuple(SHAPES[name] for name in names))
+
+
+_DSML_PARSER = _xml("deepseek_v32", "deepseek_v4")  # whichever of the two tags a model writes
+
 # The first whose markers a template has is taken: those that say more come first.
 _FORMATS = (
     ToolFormat(HARMONY, HarmonyParser, (("<|channel|>", "<|message|>"),), HARMONY_TAGS),
-    ToolFormat("deepseek_v4", DsmlParser, (("｜DSML｜tool_calls",), (_DSML, "tool_calls>")), (_DSML,)),
-    ToolFormat("deepseek_v32", DsmlParser, ((_DSML,),), (_DSML,)),
+    ToolFormat("deepseek_v4", _DSML_PARSER, (("｜DSML｜tool_calls",), (_DSML, "tool_calls>")), (_DSML,)),
+    ToolFormat("deepseek_v32", _DSML_PARSER, ((_DSML,),), (_DSML,)),
     ToolFormat("deepseek_v3", DeepSeekV3Parser, ((_DEEPSEEK[0], "```json"),), _DEEPSEEK),
     ToolFormat("deepseek_r1", DeepSeekV3Parser, (), _DEEPSEEK),
     ToolFormat("deepseek_v31", DeepSeekV31Parser, ((_DEEPSEEK[0],),), _DEEPSEEK),
@@ -128,7 +134,7 @@ _FORMATS = (
         ("to=user<|message|>", "<|eot|>"),
         SHAPES["muse_glimmer"],
     ),
-    ToolFormat("minimax_m2", MiniMaxParser, (("<minimax:tool_call>",),), MiniMaxParser.opening + MiniMaxParser.closing),
+    ToolFormat("minimax_m2", _xml("minimax_m2"), (("<minimax:tool_call>",),), _MINIMAX),
     ToolFormat(
         "gemma4",
         GemmaParser,
@@ -156,7 +162,7 @@ _FORMATS = (
     ),
     ToolFormat("functionary_v32", FunctionaryParser, ((">>>all",),), (">>>",), has_messages=True),
     _shaped("functionary_v31", ("<function=", "</function>", "<|python_tag|>")),
-    ToolFormat("qwen3_coder", QwenXmlParser, (("<tool_call>", "<function="),), _TOOL_CALL),
+    ToolFormat("qwen3_coder", _xml("qwen3_coder"), (("<tool_call>", "<function="),), _TOOL_CALL),
     ToolFormat("mistral", MistralParser, (("[TOOL_CALLS]",),), ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),
     ToolFormat(
         "hunyuan",

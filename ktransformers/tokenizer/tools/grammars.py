@@ -8,8 +8,8 @@ grammars of their own.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ktransformers.errors import ConfigError
 from ktransformers.tokenizer.schemas import Widened, core_schema
@@ -22,46 +22,40 @@ from ktransformers.tokenizer.tools.shapes import CallShape, Spelling
 from ktransformers.tokenizer.tools.spelled_values import GemmaValues, python_arguments
 from ktransformers.tokenizer.tools.tagged_values import TaggedValues
 
-__all__ = ["WidenedOf", "tool_grammar"]
-
-SpecialId = Callable[[str], int | None]
-"""The id of a tag that is a special token, None for one that is text."""
-
-WidenedOf = dict[str, list[Widened]]
-"""By a tool's name, where calls are not held to its schema."""
+__all__ = ["ToolGrammar", "tool_grammar"]
 
 _NAME = re.compile(r"[\w.\-]+")
 
 
+class ToolGrammar(NamedTuple):
+    """A grammar as Lark text, and by the tool's name where it does not hold calls to its schema."""
+
+    text: str
+    widened: Mapping[str, Sequence[Widened]]
+
+
 def tool_grammar(
-    shape: CallShape,
-    tags: tuple[str, ...],
-    tools: ToolSchemas,
-    special: SpecialId,
-    *,
-    parallel: bool,
-    max_thoughts: int | None = None,
-    widened: WidenedOf | None = None,
-) -> str:
-    """Return a grammar as Lark text for one call of `tools`, or, if parallel, one or more. tags: those of the format.
+    shape: CallShape, ids: Mapping[str, int], tools: ToolSchemas, *, parallel: bool, max_thoughts: int | None = None
+) -> ToolGrammar:
+    """Return a grammar for one call of `tools`, or, if parallel, one or more. ids: of the format's special tokens.
 
     For a choice of one tool let it be the only one of `tools`. max_thoughts: tokens of the reasoning, where the shape
-    has it. widened: gets, by the tool's name, where calls are not held to its schema. Raises ConfigError, with the
-    tool's name, for what the format cannot spell.
+    has it. Raises ConfigError, with the tool's name, for what the format cannot spell.
     """
-    ids = {tag: found for tag in tags if (found := special(tag)) is not None}
-    return _Writer(shape, tools, LarkRules(ids), {} if widened is None else widened).write(parallel, max_thoughts)
+    writer = _Writer(shape, tools, LarkRules(ids))
+    return ToolGrammar(writer.write(parallel, max_thoughts), writer.widened)
 
 
 class _Writer:
-    def __init__(self, shape: CallShape, tools: ToolSchemas, rules: LarkRules, widened: WidenedOf):
-        self._shape, self._tools, self._rules, self._widened = shape, tools, rules, widened
+    def __init__(self, shape: CallShape, tools: ToolSchemas, rules: LarkRules):
+        self._shape, self._tools, self._rules = shape, tools, rules
+        self.widened: dict[str, list[Widened]] = {}
         self._now = ""  # the tool whose rules are being written
         is_tagged = shape.spelling is Spelling.TAGS
         self._tagged = TaggedValues(rules, tools, shape, self._widen) if is_tagged else None
 
     def _widen(self, at: str, keyword: str) -> None:
-        found = self._widened.setdefault(self._now, [])
+        found = self.widened.setdefault(self._now, [])
         if Widened(at, keyword) not in found:
             found.append(Widened(at, keyword))
 

@@ -12,7 +12,10 @@ from typing_extensions import override
 
 from ktransformers.tokenizer.tools.cursor import Cursor, Sink, Steps
 
-__all__ = ["GemmaReader", "JsonReader", "PythonReader", "escaped", "is_json"]
+__all__ = ["PYTHON_WORDS", "GemmaReader", "JsonReader", "PythonReader", "escaped", "is_json"]
+
+PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+"""What JSON has for Python's words."""
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?\Z")
@@ -47,7 +50,7 @@ class JsonReader:
     not allow and models write, are escaped.
     """
 
-    words: tuple[str, ...] = ("true", "false", "null")
+    words: dict[str, str] = {one: one for one in ("true", "false", "null")}  # noqa: RUF012
 
     def __init__(self, cursor: Cursor):
         self._cursor = cursor
@@ -112,11 +115,8 @@ class JsonReader:
         word = yield from self._cursor.word(_SCALAR, _MAX_SCALAR)
         if word not in self.words and not _NUMBER.match(word):
             return False
-        sink(self._spelled(word))
+        sink(self.words.get(word, word))
         return True
-
-    def _spelled(self, word: str) -> str:
-        return word
 
     def string(self, sink: Sink) -> Steps[bool]:
         """Read a string, quotes included."""
@@ -157,14 +157,11 @@ class JsonReader:
 class PythonReader(JsonReader):
     """A reader of Python's literals: None, True and False, strings in either quotes. Handed on as JSON."""
 
-    words = ("true", "false", "null", "True", "False", "None")
+    words = JsonReader.words | PYTHON_WORDS
     _keeps_blanks = False
     _single = re.compile(r"[^'\\\x00-\x1f]*")
     _escapes = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\\": "\\", "'": "'", '"': '"', "\n": ""}  # noqa: RUF012
     _sizes = {"x": 2, "u": 4, "U": 8}  # noqa: RUF012
-
-    def _spelled(self, word: str) -> str:
-        return {"True": "true", "False": "false", "None": "null"}.get(word, word)
 
     def _key(self, sink: Sink) -> Steps[bool]:
         char = yield from self._cursor.peek()
@@ -221,13 +218,10 @@ class PythonReader(JsonReader):
 class GemmaReader(JsonReader):
     """A reader of Gemma 4's spelling: bare keys, strings between `<|"|>`. Handed on as JSON."""
 
-    words = ("true", "false", "null", "True", "False", "None")
+    words = JsonReader.words | PYTHON_WORDS
     _keeps_blanks = False
     _quote = '<|"|>'
     _bare = re.compile(r"[^:{}\[\],<>\"\r\n]*")
-
-    def _spelled(self, word: str) -> str:
-        return {"True": "true", "False": "false", "None": "null"}.get(word, word)
 
     def _key(self, sink: Sink) -> Steps[bool]:
         if (yield from self._cursor.peek()) == "<":

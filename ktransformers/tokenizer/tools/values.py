@@ -8,7 +8,7 @@ from typing import Any
 from ktransformers.errors import ConfigError
 from ktransformers.tokenizer.tools.cursor import Cursor, Steps
 from ktransformers.tokenizer.tools.events import ToolSchemas
-from ktransformers.tokenizer.tools.json_text import PythonReader, escaped, is_json
+from ktransformers.tokenizer.tools.json_text import PYTHON_WORDS, PythonReader, escaped, is_json
 from ktransformers.tokenizer.tools.schema_parts import resolved
 
 __all__ = ["as_json", "kinds_in", "kinds_of"]
@@ -21,7 +21,6 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "boolean": (bool,),
     "null": (type(None),),
 }
-_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _MAX_OPTIONS = 64
 _MAX_DEPTH = 8
 """How deep alternatives of a schema are followed."""
@@ -93,7 +92,7 @@ def as_json(text: str, kinds: frozenset[str]) -> str:
     prints them, which templates do that have no `tojson` there.
     """
     bare = text.strip()
-    bare = _PYTHON_WORDS.get(bare, bare)
+    bare = PYTHON_WORDS.get(bare, bare)
     types = tuple(one for kind in kinds or _TYPES for one in _TYPES.get(kind, ()))
     if types and is_json(bare, types):
         return bare

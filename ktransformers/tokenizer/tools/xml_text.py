@@ -1,4 +1,12 @@
-"""Parses calls whose parameters stand between own tags: what Qwen3-Coder, MiniMax-M2 and DeepSeek's DSML share."""
+"""Parses calls whose parameters stand between own tags.
+
+    Qwen3-Coder, Qwen3.5       <function=f><parameter=key>; <tool_call> around it is forgotten now and then
+    MiniMax-M2                 <invoke name="f"><parameter name="key">
+    DeepSeek-V3.2, V4 (DSML)   the same of special tokens; string="true" marks strings
+
+The tags are those of the formats' shapes. Sources: the chat templates of Qwen/Qwen3-Coder, Qwen/Qwen3.5 and
+MiniMaxAI/MiniMax-M2, the guide to tool calls of the latter, and the encoding that comes with DeepSeek-V3.2 and V4.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +17,11 @@ from typing_extensions import override
 
 from ktransformers.tokenizer.tools.base import NAME_LEN
 from ktransformers.tokenizer.tools.cursor import Steps
+from ktransformers.tokenizer.tools.events import ToolSchemas
 from ktransformers.tokenizer.tools.parameters import ParameterParser, ParameterWriter, ValueTags
+from ktransformers.tokenizer.tools.shapes import CallShape
 
-__all__ = ["XmlForm", "XmlParser"]
+__all__ = ["XmlParser"]
 
 _HEAD = re.compile(r"[^<>\r\n]*")
 _NAME = re.compile(r"""\sname\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"']+))""")
@@ -19,7 +29,7 @@ _IS_STRING = re.compile(r"""\sstring\s*=\s*["']?(true|false)""")
 
 
 @dataclass(frozen=True, slots=True)
-class XmlForm:
+class _XmlForm:
     """The tags of a section, of each call and of each parameter; the latter's opening ones without what names them.
 
     They end in "=" where the name follows as it is (`<function=f>`), else it is an attribute (`<invoke name="f">`).
@@ -30,7 +40,22 @@ class XmlForm:
     closing: tuple[str, ...]
     call: tuple[str, str]
     parameter: tuple[str, str]
-    trims: bool = False
+    trims: bool
+
+    @classmethod
+    def of(cls, shape: CallShape) -> _XmlForm:
+        """The tags of a shape. Of one without a section each call's tags open it, the inner one alone, too."""
+        head, _, _ = shape.head.partition("NAME")
+        parameter, _, _ = shape.parameter[0].partition("KEY")
+        call = head.split("\n")[-1].removesuffix(' name="')
+        foot = shape.foot.split()
+        return cls(
+            opening=(shape.open.strip(),) if shape.open else tuple(head.split()),
+            closing=(shape.close or foot[-1],),
+            call=(call, foot[0]),
+            parameter=(parameter.removesuffix(' name="'), shape.parameter[1].strip()),
+            trims=shape.parameter[0].endswith("\n"),
+        )
 
     @property
     def value_tags(self) -> ValueTags:
@@ -40,13 +65,13 @@ class XmlForm:
 
 
 class XmlParser(ParameterParser):
-    """A parser of XML calls. forms: of one family's versions; they differ in the tags that open them."""
+    """A parser of XML calls. shapes: of one family's versions; they differ in the tags that open them."""
 
-    forms: tuple[XmlForm, ...]
-
-    def __init_subclass__(cls) -> None:
-        cls.opening = tuple(tag for form in cls.forms for tag in form.opening)
-        cls.closing = tuple(tag for form in cls.forms for tag in form.closing)
+    def __init__(self, shapes: tuple[CallShape, ...], tools: ToolSchemas | None = None):
+        self._forms = [_XmlForm.of(shape) for shape in shapes]
+        self.opening = tuple(tag for form in self._forms for tag in form.opening)
+        self.closing = tuple(tag for form in self._forms for tag in form.closing)
+        super().__init__(tools)
 
     @override
     def calls(self, tag: str) -> Steps[None]:
@@ -67,8 +92,8 @@ class XmlParser(ParameterParser):
             is_closed = yield from self._call(form, name)
             self.keep("")
 
-    def _form_of(self, tag: str) -> XmlForm:
-        return next(form for form in self.forms if tag in (*form.opening, form.call[0]))
+    def _form_of(self, tag: str) -> _XmlForm:
+        return next(form for form in self._forms if tag in (*form.opening, form.call[0]))
 
     def _head(self, tag: str) -> Steps[tuple[str, bool | None]]:
         """The rest of an opening tag: the name in it, and whether it says that a value is a string."""
@@ -80,7 +105,7 @@ class XmlParser(ParameterParser):
         return (name, None) if name in self.tools or not self._is_call(tag) else ("", None)  # the bracket was forgotten
 
     def _is_call(self, tag: str) -> bool:
-        return any(tag == form.call[0] for form in self.forms)
+        return any(tag == form.call[0] for form in self._forms)
 
     @override
     def next_key(self, tag: str) -> Steps[str]:
@@ -107,7 +132,7 @@ class XmlParser(ParameterParser):
         self.cursor.put_back("".join(read))
         return bool(name)
 
-    def _call(self, form: XmlForm, name: str) -> Steps[bool]:
+    def _call(self, form: _XmlForm, name: str) -> Steps[bool]:
         """The parameters and the closing tag. False: there was none."""
         self.start_call(name)
         writer = ParameterWriter(self, name)
@@ -118,7 +143,7 @@ class XmlParser(ParameterParser):
         self.say(rest)
         return is_closed
 
-    def _parameters(self, form: XmlForm, writer: ParameterWriter) -> Steps[tuple[bool, str]]:
+    def _parameters(self, form: _XmlForm, writer: ParameterWriter) -> Steps[tuple[bool, str]]:
         """All of them. Whether the call's closing tag followed; and what is no part of the call. Tags may be doubled.
 
         What stands between parameters and is none is left out.

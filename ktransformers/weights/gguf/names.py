@@ -1,15 +1,14 @@
 """Maps Hugging Face module names to the tensors of a GGUF file. Knows names and row orders, reads no bytes.
 
-Names come from the `gguf` package's own maps. What those do not say, because it depends on how llama.cpp's converter
-changes a tensor on its way in, is here: one table of architectures whose changes are known and tested, and a handful
-of rules. A file of any other architecture is refused, because a changed tensor would load without a complaint and
-compute garbage.
+Names come from the `gguf` package's own maps, and from extra_names.py. How llama.cpp's converter changes a tensor on
+its way in is said by the architecture's record (models/gguf/fields.py) and by a handful of rules here. A file of any
+other architecture is refused, because a changed tensor would load without a complaint and compute garbage.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -17,20 +16,25 @@ import gguf
 
 from ktransformers.errors import UnsupportedError
 from ktransformers.models.facts import ModelFacts
+from ktransformers.models.gguf.families import FAMILIES
 from ktransformers.models.gguf.refused import check_architecture
-from ktransformers.weights.gguf.newer_names import NEWER, NewerNames
-from ktransformers.weights.gguf.recurrent_names import (
+from ktransformers.weights.gguf.extra_names import (
+    BY_ENDING,
+    CONVOLUTION,
+    IN_PARTS,
+    NEWER,
+    NewerNames,
+    converted_name,
+)
+from ktransformers.weights.gguf.recurrent_forms import (
     Form,
     ba_rows,
-    converted_name,
     form_of,
     tiled_rows,
     value_columns,
 )
 
 __all__ = [
-    "ARCHITECTURES",
-    "ArchFacts",
     "Change",
     "GGUFNames",
     "Stored",
@@ -71,136 +75,10 @@ class Stored:
     form: Form = Form.AS_STORED
 
 
-@dataclass(frozen=True, slots=True)
-class ArchFacts:
-    """Changes that the converter makes to an architecture beyond renaming.
-
-    permuted_qk: q_proj and k_proj rows (and biases) are reordered for interleaved rotary embedding.
-    norm_plus_one: norms are stored as 1 + weight, those of recurrent layers with a gate excepted.
-    tiled_values: heads of values are in another order, see weights/gguf/recurrent_names.py.
-    is_conv1d: matrices of modules of class Conv1D are turned to [out, in].
-    qkv_by_part: queries, keys and values of one matrix stand one after the other, not head by head.
-    positive_decay: decays are stored as exp(A_log), not as -exp(A_log).
-    """
-
-    permuted_qk: bool = False
-    norm_plus_one: bool = False
-    tiled_values: bool = False
-    qkv_by_part: bool = False
-    is_conv1d: bool = False
-    positive_decay: bool = False
-
-
-_PLAIN = ArchFacts()
-_LLAMA = ArchFacts(permuted_qk=True)
-_QWEN35 = ArchFacts(norm_plus_one=True, tiled_values=True)
-
-ARCHITECTURES: dict[str, ArchFacts] = {
-    "llama": _LLAMA,  # llama, mistral, mixtral
-    "arcee": _LLAMA,
-    "bailingmoe": _LLAMA,
-    "minicpm": _LLAMA,
-    "mistral3": _LLAMA,
-    "olmo": _LLAMA,
-    "granite": _LLAMA,
-    "granitemoe": _LLAMA,
-    "granite_swa": _LLAMA,
-    "smollm3": _LLAMA,
-    "gemma": ArchFacts(norm_plus_one=True),
-    "gemma2": ArchFacts(norm_plus_one=True),
-    "gemma3": ArchFacts(norm_plus_one=True),
-    "nemotron": ArchFacts(norm_plus_one=True),
-    "minimax-m3": ArchFacts(norm_plus_one=True),
-    "step35": ArchFacts(norm_plus_one=True),
-    "gpt2": ArchFacts(is_conv1d=True),
-    "gptneox": ArchFacts(qkv_by_part=True),
-    # Their rotary embeddings are either of the half-split kind in both worlds or interleaved in both.
-    "bailingmoe3": ArchFacts(positive_decay=True),
-    # Families with recurrent layers. Attention of the first three does not rotate, or not always; permuted it is.
-    "granitehybrid": _LLAMA,
-    "nemotron_h": _LLAMA,
-    "nemotron_h_moe": _LLAMA,
-    "deepseek4": _PLAIN,
-    "falcon-h1": _PLAIN,
-    "jamba": _PLAIN,
-    "kimi-linear": _PLAIN,
-    "lfm2": _PLAIN,
-    "lfm2moe": _PLAIN,
-    "mamba": _PLAIN,
-    "mamba2": _PLAIN,
-    "qwen3next": ArchFacts(norm_plus_one=True),
-    "qwen35": _QWEN35,
-    "qwen35moe": _QWEN35,
-    "qwen4exp": _QWEN35,
-    **dict.fromkeys(
-        (
-            *(
-                "afmoe",
-                "cohere2",
-                "bailingmoe2",
-                "chatglm",
-                "command-r",
-                "deepseek2",
-                "dots1",
-                "ernie4_5",
-                "ernie4_5-moe",
-                "exaone",
-                "exaone-moe",
-            ),
-            *(
-                "exaone4",
-                "gemma4",
-                "glm-dsa",
-                "glm4",
-                "glm4moe",
-                "gpt-oss",
-                "hunyuan-dense",
-                "hunyuan-moe",
-                "jais2",
-                "llama4",
-            ),
-            *(
-                "mimo2",
-                "minicpm3",
-                "minimax-m2",
-                "olmo2",
-                "olmoe",
-                "phi2",
-                "phi3",
-                "phimoe",
-                "qwen2",
-                "qwen2moe",
-                "qwen2vl",
-                "qwen3",
-            ),
-            *("cohere2_moe", "cohere2moe", "deepseek32", "glm5-next", "hy_v3", "hy_v4", "laguna", "mellum", "mistral4"),
-            *("qwen3moe", "qwen3vl", "qwen3vlmoe", "seed_oss", "stablelm", "starcoder", "starcoder2"),
-        ),
-        _PLAIN,
-    ),
-}
-
 _ARCH_IDS = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _SUFFIXES = (".weight", ".bias")
 _QKV = re.compile(r"\.self_attn\.([qkv])_proj(\.weight|\.bias)$")
-
-_BLOCK_NAMES = (
-    # gguf maps these from older module names only, or not at all.
-    (re.compile(r"\.e_score_correction_bias$"), "exp_probs_b.bias"),
-    (re.compile(r"\.mlp\.expert_bias$"), "exp_probs_b.bias"),  # afmoe
-    (re.compile(r"\.router\.scale$"), "ffn_gate_inp.scale"),  # gemma4, as the next
-    (re.compile(r"\.router\.per_expert_scale$"), "ffn_down_exps.scale"),
-    (re.compile(r"\.block_sparse_moe\.router\.weight$"), "ffn_gate_inp.weight"),  # granitemoe
-    (re.compile(r"\.mlp\.gate\.wg\.weight$"), "ffn_gate_inp.weight"),  # hunyuan
-    (re.compile(r"\.feed_forward\.expert_bias$"), "exp_probs_b.bias"),  # lfm2_moe
-    (re.compile(r"\.eh_proj\.weight$"), "nextn.eh_proj.weight"),  # multi-token prediction, as the next
-    (re.compile(r"\.enorm\.weight$"), "nextn.enorm.weight"),
-    (re.compile(r"\.hnorm\.weight$"), "nextn.hnorm.weight"),
-    (re.compile(r"\.fc_embedding\.weight$"), "nextn.e_proj.weight"),  # deepseek4, where eh_proj has not both
-    (re.compile(r"\.fc_hidden\.weight$"), "nextn.h_proj.weight"),
-    (re.compile(r"\.post_projection\.weight$"), "nextn.post_projection.weight"),  # gemma4-assistant
-)
 
 _IGNORABLE = (
     re.compile(r"rope_freqs\.weight"),  # llama 3's frequency factors: config_from_gguf turns them into rope parameters
@@ -243,10 +121,10 @@ class GGUFNames:
     """Names of one model: `arch` is the file's `general.architecture`, `facts` are the model's."""
 
     def __init__(self, arch: str, facts: ModelFacts, stored: Container[str]):
-        check_architecture(arch, ARCHITECTURES)
+        check_architecture(arch, FAMILIES)
         if arch not in _ARCH_IDS and arch not in NEWER:
             raise UnsupportedError(f"the installed gguf package does not know architecture {arch!r}; update it")
-        self._arch, self._arch_name = ARCHITECTURES[arch], arch
+        self._arch, self._family = arch, FAMILIES[arch]
         self._stored = stored
         self._facts = facts
         self._map: NewerNames | gguf.TensorNameMap = (
@@ -278,11 +156,11 @@ class GGUFNames:
     def _joined(self, name: str) -> Stored | None:
         """What modules keep in one parameter, or in several, and files do not."""
         block = self.block(name)
-        for ending, choices in _IN_PARTS.items():
+        for ending, choices in IN_PARTS.items():
             for tails in choices if name.endswith(ending) else ():
                 names = tuple(f"{block}{tail}.weight" for tail in tails)
                 if all(part in self._stored for part in names):
-                    form = Form.CONVOLUTION if ending == _CONVOLUTION else Form.AS_STORED
+                    form = Form.CONVOLUTION if ending == CONVOLUTION else Form.AS_STORED
                     return Stored(names, Change.CONCAT_ROWS, form=form)
         if name.endswith("shared_mlp.output_linear.weight") and f"{block}ffn_down.weight" in self._stored:
             return Stored((f"{block}ffn_down.weight",))
@@ -307,7 +185,7 @@ class GGUFNames:
         }
         first, count = sum(counts[before] for before in "qkv"[: "qkv".index(part)]), counts[part]
         rows = range(first, first + count)
-        if self._arch.permuted_qk and part in "qk":  # each before they were joined
+        if self._family.permuted_qk and part in "qk":  # each before they were joined
             half = layer.head_dim // 2
             heads = range(0, count, layer.head_dim)
             return Stored(
@@ -322,8 +200,8 @@ class GGUFNames:
 
     def _direct(self, name: str) -> str | None:
         block = self.block(name)
-        for pattern, tail in _BLOCK_NAMES:
-            if block is not None and pattern.search(name):
+        for ending, tail in BY_ENDING.items():
+            if block is not None and name.endswith(ending):
                 tails = (tail, tail.removesuffix(".bias"))  # hy_v3's correction has no suffix
                 return next((block + one for one in tails if block + one in self._stored), None)
         mapped = self._map.get_name(converted_name(name), try_suffixes=_SUFFIXES)
@@ -334,23 +212,23 @@ class GGUFNames:
         return None
 
     def _changed(self, name: str, stored: str) -> Stored:
-        if self._arch.permuted_qk and name.endswith(_PERMUTED):
+        if self._family.permuted_qk and name.endswith(_PERMUTED):
             layer = self._facts.layers[int(_LAYER.findall(name)[0])]
             heads = layer.num_kv_heads if ".k_proj." in name else layer.num_heads
             return Stored((stored,), Change.UNPERMUTE_ROWS, heads)
-        if self._arch.qkv_by_part and ".query_key_value." in name:
+        if self._family.qkv_by_part and ".query_key_value." in name:
             return Stored((stored,), rows=self._rows_by_head(name))
-        if self._arch.is_conv1d and name.endswith(_CONV1D):
+        if self._family.is_conv1d and name.endswith(_CONV1D):
             return Stored((stored,), Change.TRANSPOSE)
-        if self._arch.norm_plus_one and _NORM.search(name) and not name.endswith(".linear_attn.norm.weight"):
+        if self._family.norm_plus_one and _NORM.search(name) and not name.endswith(".linear_attn.norm.weight"):
             return Stored((stored,), Change.SUBTRACT_ONE)
         if is_table(stored):
             return Stored((stored,), Change.WHOLE_NUMBERS)
         change = Change.NONE
         if name.endswith(".A_log"):
-            change = Change.LOG if self._arch.positive_decay else Change.LOG_OF_NEGATIVE
-        form, delta = form_of(name, self._arch_name), self._facts.delta
-        if not self._arch.tiled_values or delta is None:
+            change = Change.LOG if self._family.positive_decay else Change.LOG_OF_NEGATIVE
+        form, delta = form_of(name, self._arch), self._facts.delta
+        if not self._family.tiled_values or delta is None:
             return Stored((stored,), change, form=form)
         columns = value_columns(name, delta)
         return Stored((stored,), change, 0, tiled_rows(name, delta), columns, delta.value_dim, form)
@@ -363,17 +241,6 @@ class GGUFNames:
             part * heads * size + head * size + i for head in range(heads) for part in range(3) for i in range(size)
         )
 
-
-_GATE_UP, _SHARED = ("ffn_gate", "ffn_up"), ("ffn_gate_shexp", "ffn_up_shexp")
-_CONVOLUTION = ".self_attn.conv1d.weight"
-_IN_PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
-    "shared_mlp.input_linear.weight": (_SHARED, _GATE_UP),  # the latter in models without other experts
-    ".mlp.gate_up_proj.weight": (_GATE_UP,),
-    ".shared_experts.gate_up_proj.weight": (_SHARED,),
-    _CONVOLUTION: (tuple(f"ssm_conv1d_{part}" for part in "qkv"),),
-    ".indexer.index_qk_proj.weight": (("indexer.q_proj", "indexer.k_proj"),),
-}
-"""What ends so is made of these tensors of its layer, one below the other, of the first choice that the file has."""
 
 _CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 _PERMUTED = tuple(

@@ -18,7 +18,7 @@ from ktransformers.models.facts import ModelFacts
 from ktransformers.weights.experts import RawMatrix, StoredMatrices, check_exact, check_expert_shape, expert_info
 from ktransformers.weights.gguf.file import OTHER_FILE, GGUFModel
 from ktransformers.weights.gguf.names import Change, GGUFNames, Stored, ignorable_gguf, is_of_other_parts, is_table
-from ktransformers.weights.gguf.recurrent_names import Form
+from ktransformers.weights.gguf.recurrent_forms import Form
 from ktransformers.weights.mapped_file import typed_view
 from ktransformers.weights.quantize.transcode import dequantize, resident_type, transcode
 from ktransformers.weights.source import ExpertBiases, ExpertsInfo, ExpertsLayout, MappedExperts, TensorInfo
@@ -165,15 +165,7 @@ class GGUFSource:
         if projections is None:
             return None
         infos = {part: self._projection_info(f"{key}.{part}", p, quantize_to) for part, p in projections.items()}
-        biases = self._bias_names(key, layout)
-        return ExpertsInfo(
-            infos.get("gate"),
-            infos["up"],
-            infos["down"],
-            tuple(dict.fromkeys(name for p in projections.values() for name in p.stored)) + tuple(biases.values()),
-            sum(info.nbytes for info in infos.values())
-            + sum(4 * math.prod(self._tensors[b].shape) for b in biases.values()),
-        )
+        return ExpertsInfo.of(infos, {b: self._tensors[b].shape for b in self._bias_names(key, layout).values()})
 
     def experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertWeights:
         """Return the experts of module `key`, one [I, H], [I, H] and [H, I] matrix per expert.

@@ -131,5 +131,4 @@ def merged_info(key: str, merged: Mapping[str, MergedExperts], quantize_to: Quan
         part: expert_info(f"{key}.{part}", found.qtype.name, found.natural, found.shape, found.sources, quantize_to)
         for part, found in merged.items()
     }
-    used = tuple(name for found in merged.values() for name in found.sources)
-    return ExpertsInfo(infos.get("gate"), infos["up"], infos["down"], used, sum(i.nbytes for i in infos.values()))
+    return ExpertsInfo.of(infos, {})

@@ -115,7 +115,7 @@ class SafetensorsSource:
         """Whether a stored tensor that no module asked for may be left over."""
         if stored_name in self._others:
             return True
-        layer = re.search(r"(?:^|\.)layers\.(\d+)\.", stored_name)
+        layer = re.search(r"(?:^|\.)(?:layers|blk)\.(\d+)\.", stored_name)
         if layer is not None:  # layers for multi-token prediction follow the model's own
             first = self._facts.num_layers
             if first <= int(layer[1]) < first + self._facts.num_prediction_layers:
@@ -196,11 +196,7 @@ class SafetensorsSource:
             if self._are_native_fp8(where, layout):
                 natural = OwnType.F8_E4M3
             infos[part] = expert_info(f"{key}.{part}", types[0], natural, shape, used, quantize_to)
-        biases = self._bias_names(key, layout)
-        nbytes = sum(info.nbytes for info in infos.values())
-        nbytes += sum(4 * math.prod(self._tensors[name].shape) for name in biases)
-        used = tuple(dict.fromkeys(name for info in infos.values() for name in info.stored_names)) + biases
-        return ExpertsInfo(infos.get("gate"), infos["up"], infos["down"], used, nbytes)
+        return ExpertsInfo.of(infos, {name: self._tensors[name].shape for name in self._bias_names(key, layout)})
 
     def experts(self, key: str, layout: ExpertsLayout, quantize_to: QuantType | None = None) -> ExpertWeights:
         """Return the experts of module `key`, one [I, H], [I, H] and [H, I] matrix per expert.

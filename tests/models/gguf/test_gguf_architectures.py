@@ -24,7 +24,6 @@ from ktransformers.models.gguf.metadata import Metadata
 from ktransformers.models.gguf.recurrent import RECURRENT_FAMILIES
 from ktransformers.models.gguf.refused import REFUSED, check_architecture
 from ktransformers.weights.gguf.file import GGUFModel, open_gguf
-from ktransformers.weights.gguf.names import ARCHITECTURES
 from ktransformers.weights.gguf.source import GGUFSource
 from tests.support.checks.source_checks import check_whole_model
 from tests.support.engines.one_sequence import static_engine
@@ -180,7 +179,6 @@ def test_every_architecture_has_an_entry() -> None:
     known = {name for arch, name in gguf.MODEL_ARCH_NAMES.items() if arch is not gguf.MODEL_ARCH.MMPROJ}
     assert set(FAMILIES) | set(REFUSED) >= known
     assert set(FAMILIES) & set(REFUSED) == set()
-    assert set(FAMILIES) == set(ARCHITECTURES)
     tested = {arch for arch, _ in models()} | {ARCH_OF[model_type] for model_type in MODEL_TYPES}
     assert tested | TESTED_ELSEWHERE | set(RECURRENT_FAMILIES) == set(FAMILIES)  # the latter: test_gguf_recurrent.py
 

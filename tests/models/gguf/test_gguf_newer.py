@@ -19,8 +19,8 @@ from ktransformers.errors import KTransformersError
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf.config import config_from_gguf
+from ktransformers.weights.gguf.extra_names import NEWER, NewerNames
 from ktransformers.weights.gguf.file import GGUFModel, open_gguf
-from ktransformers.weights.gguf.newer_names import NEWER, NewerNames
 from ktransformers.weights.gguf.source import GGUFSource
 from tests.docs.named import ROOT
 from tests.models.gguf.test_gguf_architectures import check_hostile

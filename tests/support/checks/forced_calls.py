@@ -41,7 +41,7 @@ def grammars_of(tokenizer: Tokenizer) -> Grammars:
 def forced(tokenizer: Tokenizer, tools: Any, **more: Any) -> Constraint:
     grammar = tokenizer.tool_grammar(tools, **more)
     assert grammar is not None
-    return Constraint(ConstraintKind.TOOL_CALLS, grammar)
+    return Constraint(ConstraintKind.TOOL_CALLS, grammar.text)
 
 
 def takes(tokenizer: Tokenizer, text: str, tools: Any = TOOLS, **more: Any) -> bool:

@@ -16,9 +16,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from ktransformers.core import Constraint
+from ktransformers.core import Constraint, ConstraintKind
 from ktransformers.tokenizer.schemas import core_schema
-from tests.support.checks.forced_calls import called, forced, grammars_of, takes, tokenizer_of
+from tests.support.checks.forced_calls import called, grammars_of, takes, tokenizer_of
 
 pytest.importorskip("llguidance")
 
@@ -118,10 +118,12 @@ def _accepts(matcher: Any, tokenizer: Any) -> bool:
 @pytest.mark.parametrize("case", WRITTEN, ids=NAMES)
 def test_forced_calls_follow_it(case: dict[str, Any], name: str, random_cases: Any) -> None:
     schema, at = tool_of(case["schema"])
-    tokenizer, widened = tokenizer_of(name, True), dict[str, Any]()
-    constraint = forced(tokenizer, {"f": schema}, parallel=False, widened=widened)
+    tokenizer = tokenizer_of(name, True)
+    grammar = tokenizer.tool_grammar({"f": schema}, parallel=False)
+    assert grammar is not None
+    constraint = Constraint(ConstraintKind.TOOL_CALLS, grammar.text)
     grammars_of(tokenizer).check(constraint)
-    said = [str(one) for one in widened.get("f", ())]
+    said = [str(one) for one in grammar.widened.get("f", ())]
     expected = [place.replace("#", at, 1) if "#/$defs" not in place else place for place in case["widened"]]
     assert said[: len(expected)] == expected
     assert name != "hermes" or said == expected

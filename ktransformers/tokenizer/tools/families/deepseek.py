@@ -1,7 +1,6 @@
-"""DeepSeek V3, R1, V3.1 (JSON between special tokens), V3.2 and V4 (DSML, an XML of special tokens).
+"""DeepSeek V3, R1 and V3.1: JSON between special tokens. V3.2 and V4 write XML, see xml_text.py.
 
-Sources: the chat templates of deepseek-ai/DeepSeek-V3-0324, -R1-0528 and -V3.1, and the encoding
-that comes with V3.2 and V4.
+Sources: the chat templates of deepseek-ai/DeepSeek-V3-0324, -R1-0528 and -V3.1.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ from typing_extensions import override
 from ktransformers.tokenizer.tools.base import NAME_LEN
 from ktransformers.tokenizer.tools.cursor import Steps
 from ktransformers.tokenizer.tools.sections import NAME, SectionParser
-from ktransformers.tokenizer.tools.xml_text import XmlForm, XmlParser
 
-__all__ = ["DSML_V4", "DSML_V32", "DeepSeekV3Parser", "DeepSeekV31Parser", "DsmlParser"]
+__all__ = ["DeepSeekV3Parser", "DeepSeekV31Parser"]
 
 _BEGIN, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _SEP = "<｜tool▁sep｜>"
@@ -53,22 +51,3 @@ class DeepSeekV3Parser(DeepSeekV31Parser):
         yield from self.cursor.blanks()
         yield from self.cursor.match(_FENCE)
         return (yield from super().foot())
-
-
-def _dsml(section: str) -> XmlForm:
-    mark = "｜DSML｜"
-    return XmlForm(
-        opening=(f"<{mark}{section}>",),
-        closing=(f"</{mark}{section}>",),
-        call=(f"<{mark}invoke", f"</{mark}invoke>"),
-        parameter=(f"<{mark}parameter", f"</{mark}parameter>"),
-    )
-
-
-DSML_V32, DSML_V4 = _dsml("function_calls"), _dsml("tool_calls")
-
-
-class DsmlParser(XmlParser):
-    """A parser of `<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="true">`, which marks strings."""
-
-    forms = (DSML_V32, DSML_V4)

@@ -18,7 +18,7 @@ from functools import lru_cache
 
 from ktransformers.models.facts import DeltaFacts
 
-__all__ = ["Form", "ba_rows", "converted_name", "form_of", "tiled_heads", "tiled_rows", "value_columns"]
+__all__ = ["Form", "ba_rows", "form_of", "tiled_heads", "tiled_rows", "value_columns"]
 
 
 class Form(Enum):
@@ -51,15 +51,6 @@ def form_of(name: str, arch: str) -> Form:
     if name.endswith(".forget_gate.A_log"):
         return Form.BY_HEAD if arch == "kimi-linear" else Form.FLAT
     return Form.FLAT if _FLAT.search(name) and arch not in _MATRIX_A_LOG else Form.AS_STORED
-
-
-def converted_name(name: str) -> str:
-    """Return the name under which the converter looks the parameter `name` up in gguf's maps."""
-    if ".mixer." in name:
-        name = "backbone." + name.removeprefix("model.").removeprefix("backbone.")
-        return name.removesuffix(".dt_bias") + ".dt.bias" if name.endswith(".dt_bias") else name
-    name = name.replace(".forget_gate.", ".")
-    return name.removesuffix(".dt_bias") + ".dt_proj.bias" if name.endswith(".dt_bias") else name
 
 
 @lru_cache

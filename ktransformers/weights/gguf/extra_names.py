@@ -1,7 +1,8 @@
-"""Names of tensors in files of architectures that the `gguf` package does not know yet.
+"""Names of tensors that the `gguf` package's maps lack, and all names of architectures that it does not know yet.
 
-Facts of llama.cpp's and ik_llama.cpp's converters, by what follows "model.layers.N." in the module tree. Most are the
-same in all architectures; what one has otherwise stands beside it. Knows names only.
+Facts of llama.cpp's and ik_llama.cpp's converters. Of architectures that are new (NEWER): by what follows
+"model.layers.N." in the module tree; most are the same in all, and what one has otherwise stands beside it. Knows names
+only.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Mapping
 
-__all__ = ["NEWER", "NewerNames"]
+__all__ = ["BY_ENDING", "CONVOLUTION", "IN_PARTS", "NEWER", "NewerNames", "converted_name"]
 
 _WHOLE = {
     "model.embed_tokens": "token_embd",
@@ -111,6 +112,36 @@ NEWER: Mapping[str, Mapping[str, str | tuple[str, ...]]] = {
 }
 """Architecture -> names that it has besides those of all, or in place of them. Of several, a layer has one."""
 
+BY_ENDING: Mapping[str, str] = {
+    ".e_score_correction_bias": "exp_probs_b.bias",
+    ".mlp.expert_bias": "exp_probs_b.bias",  # afmoe
+    ".router.scale": "ffn_gate_inp.scale",  # gemma4, as the next
+    ".router.per_expert_scale": "ffn_down_exps.scale",
+    ".block_sparse_moe.router.weight": "ffn_gate_inp.weight",  # granitemoe
+    ".mlp.gate.wg.weight": "ffn_gate_inp.weight",  # hunyuan
+    ".feed_forward.expert_bias": "exp_probs_b.bias",  # lfm2_moe
+    ".eh_proj.weight": "nextn.eh_proj.weight",  # multi-token prediction, as the next
+    ".enorm.weight": "nextn.enorm.weight",
+    ".hnorm.weight": "nextn.hnorm.weight",
+    ".fc_embedding.weight": "nextn.e_proj.weight",  # deepseek4, where eh_proj has not both
+    ".fc_hidden.weight": "nextn.h_proj.weight",
+    ".post_projection.weight": "nextn.post_projection.weight",  # gemma4-assistant
+}
+"""Of a layer's parameters that end so: their names in its block. gguf maps them from older module names only, or not at
+all.
+"""
+
+_GATE_UP, _SHARED = ("ffn_gate", "ffn_up"), ("ffn_gate_shexp", "ffn_up_shexp")
+CONVOLUTION = ".self_attn.conv1d.weight"
+IN_PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "shared_mlp.input_linear.weight": (_SHARED, _GATE_UP),  # the latter in models without other experts
+    ".mlp.gate_up_proj.weight": (_GATE_UP,),
+    ".shared_experts.gate_up_proj.weight": (_SHARED,),
+    CONVOLUTION: (tuple(f"ssm_conv1d_{part}" for part in "qkv"),),
+    ".indexer.index_qk_proj.weight": (("indexer.q_proj", "indexer.k_proj"),),
+}
+"""What ends so is made of these tensors of its layer, one below the other, of the first choice that the file has."""
+
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
@@ -135,3 +166,12 @@ class NewerNames:
             names = [f"{block}{one}{suffix}" for one in ((tails,) if isinstance(tails, str) else tails)]
             return next((one for one in names if one in self._stored), names[0])
         return None
+
+
+def converted_name(name: str) -> str:
+    """Return the name under which the converter looks the parameter `name` up in gguf's maps."""
+    if ".mixer." in name:
+        name = "backbone." + name.removeprefix("model.").removeprefix("backbone.")
+        return name.removesuffix(".dt_bias") + ".dt.bias" if name.endswith(".dt_bias") else name
+    name = name.replace(".forget_gate.", ".")
+    return name.removesuffix(".dt_bias") + ".dt_proj.bias" if name.endswith(".dt_bias") else name
