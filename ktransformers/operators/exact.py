@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from ktransformers.kernels import cpu
 from ktransformers.kernels.types import Activation, ActivationSpec, QuantType, RawTensor
@@ -52,11 +53,25 @@ def _is_plain(*tensors: torch.Tensor | None) -> bool:
 
 class NativeMathMode(TorchFunctionMode):
     """While active, linear, addmm with a bias, sigmoid, silu and gelu of torch on fp32 CPU tensors run on native
-    kernels; exponentials and their kin are computed in whole vectors, complex products part by part."""
+    kernels; exponentials and their kin are computed in whole vectors, complex products part by part. Also where
+    function modes were turned off around it, as native layers do."""
 
     def __init__(self, pool: cpu.WorkerPool):
         super().__init__()
         self.pool = pool
+        self._enabled: list[Any] = []  # once for each time that it was entered
+
+    @override
+    def __enter__(self) -> Self:
+        self._enabled.append(torch._C._EnableTorchFunction())
+        self._enabled[-1].__enter__()
+        super().__enter__()
+        return self
+
+    @override
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._enabled.pop().__exit__(*error)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -17,7 +17,7 @@ lies with the last token of its window:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -193,6 +193,10 @@ class KCompressedAttention(WrapperOperator):
     def state(self) -> DenseState:
         return DenseState(self.inner, self.key, self.device, torch.float32)  # sinks
 
+    @override
+    def bypassed(self) -> Iterable[nn.Module]:
+        return (self.inner, self.inner.get_submodule("o_a_proj"), *(each.module for each in self._compressions))
+
     @property
     def _compressions(self) -> list[_Compression]:
         return [each for each in (self._compressor, self._indexer) if each is not None]
@@ -259,15 +263,14 @@ class KCompressedAttention(WrapperOperator):
         cos, sin = (part[0] for part in position_embeddings[inner.rope_layer_type])
         rows = _Rows.of(forward_context)
         keys, _ = forward_context.cache.layer(self.layer_idx)
-        with NativeMathMode(pool):
-            residual = inner.q_a_norm(inner.q_a_proj(hidden_states))
-            query = self._head_norm(inner.q_b_proj(residual).view(-1, self.head_dim))
-            query = query.view(-1, self.num_heads, self.head_dim)
-            key = inner.kv_norm(inner.kv_proj(hidden_states))[0]
-            keys[forward_context.slot_mapping, 0, : self.head_dim] = turned(key[:, None], cos, sin)[:, 0]
-            entries, num_entries = self._entries(rows, hidden_states, residual, keys[:, 0], (cos, sin))
-            out = self._attend(rows, turned(query, cos, sin), keys, entries, num_entries)
-            out = turned(out, cos, -sin)
+        residual = inner.q_a_norm(inner.q_a_proj(hidden_states))
+        query = self._head_norm(inner.q_b_proj(residual).view(-1, self.head_dim))
+        query = query.view(-1, self.num_heads, self.head_dim)
+        key = inner.kv_norm(inner.kv_proj(hidden_states))[0]
+        keys[forward_context.slot_mapping, 0, : self.head_dim] = turned(key[:, None], cos, sin)[:, 0]
+        entries, num_entries = self._entries(rows, hidden_states, residual, keys[:, 0], (cos, sin))
+        out = self._attend(rows, turned(query, cos, sin), keys, entries, num_entries)
+        out = turned(out, cos, -sin)
         merged = cpu.batched_linear(out.view(-1, self._o_a_shape[0], self._o_a_shape[2]), self._o_a, pool)
         return inner.o_b_proj(merged.view(1, len(merged), -1)), None
 
@@ -287,6 +290,10 @@ class KCompressedAttention(WrapperOperator):
         if num_slots * (self.cached_dim // self.head_dim) > _MAX_INDEX:
             raise UnsupportedError(f"a cache of {num_slots} tokens is too large for {self.key}; lower --cache_lens")
 
+    def _exact(self) -> NativeMathMode:
+        """Around modules inside of compressors, of which `bypassed` says that they are no operators' business."""
+        return NativeMathMode(self.config.require_pool())
+
     def _head_norm(self, heads: torch.Tensor) -> torch.Tensor:
         """Normalize query heads [N, D]."""
         if self._head_eps is None:
@@ -305,11 +312,12 @@ class KCompressedAttention(WrapperOperator):
         """Which entries each row sees, in ascending order: int64 [T, most], of which the first [T] count."""
         if self._compressor is None:
             return rows.positions.new_zeros(len(rows.positions), 0), torch.zeros_like(rows.positions)
-        self._compressor.update(rows, hidden_states, cached)
+        with self._exact():
+            for compression in self._compressions:
+                compression.update(rows, hidden_states, cached)
         num_entries = (rows.positions + 1) // self._compressor.rate
         if self._indexer is None:
             return torch.arange(int(num_entries.max())).expand(len(num_entries), -1), num_entries
-        self._indexer.update(rows, hidden_states, cached)
         return self._chosen(rows, hidden_states, residual, cached, angles), num_entries.clamp(
             max=int(self._indexer.module.index_topk)
         )
@@ -325,8 +333,10 @@ class KCompressedAttention(WrapperOperator):
         """The entries that the indexer scores highest, the earlier ones of those with one score: [T, top_k]."""
         assert self._indexer is not None
         indexer = self._indexer.module
-        query = turned(indexer.q_b_proj(residual).view(len(rows.positions), -1, self._indexer.dim), *angles)
-        weights = indexer.scorer.weights_proj(hidden_states)[0] * indexer.scorer.weights_scaling
+        with self._exact():
+            query, weights = indexer.q_b_proj(residual), indexer.scorer.weights_proj(hidden_states)[0]
+        query = turned(query.view(len(rows.positions), -1, self._indexer.dim), *angles)
+        weights = weights * indexer.scorer.weights_scaling
         top_k, scale = int(indexer.index_topk), float(indexer.scorer.softmax_scale)
         chosen = rows.positions.new_zeros(len(rows.positions), top_k)
         columns = slice(self._indexer.entry, self._indexer.entry + self._indexer.dim)

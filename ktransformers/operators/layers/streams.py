@@ -20,6 +20,7 @@ from ktransformers.errors import KTransformersError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.operators.comparison import close
+from ktransformers.operators.exact import modules_on_torch
 from ktransformers.operators.layers.hyper import KHyperConnection
 from ktransformers.operators.layers.traced import PROBE_ROWS, LayerCall, keep_attention_type, probe_context
 from ktransformers.operators.recognize.probe import ProbeInputs
@@ -36,7 +37,8 @@ _TOLERANCE = 1e-5  # of the largest value: sums of a few products in another ord
 class StreamsLayer(nn.Module):
     """Stands in for a decoder layer of `transformers`: streams fp32 [1, T, N, H] in and out, changed in place.
 
-    returns_choice: whether the layer returns what its attention chose, too.
+    returns_choice: whether the layer returns what its attention chose, too. is_native: no module inside of it keeps
+    torch's code, but where it turns NativeMathMode on.
     """
 
     def __init__(self, layer: nn.Module, pool: WorkerPool, returns_choice: bool):
@@ -45,12 +47,19 @@ class StreamsLayer(nn.Module):
         mlp = layer.get_submodule("mlp")
         inner = mlp.inner if isinstance(mlp, WrapperOperator) else mlp
         self.looks_up_ids = "input_ids" in inspect.signature(inner.forward).parameters
+        self.is_native = not modules_on_torch(layer)
         keep_attention_type(self, layer)
 
     @override
-    def forward(
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_native:
+            return self._forward(hidden_states, *args, **kwargs)
+        with torch._C.DisableTorchFunction():  # see kernels/untraced.py
+            return self._forward(hidden_states, *args, **kwargs)
+
+    def _forward(
         self, hidden_states: torch.Tensor, *args: Any, input_ids: torch.Tensor | None = None, **kwargs: Any
-    ) -> Any:
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         layer: Any = self.inner
         streams = hidden_states[0].contiguous()
         post, comb, collapsed = layer.attn_hc(streams[None])
