@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -23,7 +24,7 @@ from ktransformers.kernels.types import Activation, ActivationSpec, QuantType, R
 from ktransformers.operators.base import Operator
 from ktransformers.operators.recognize.activation import recognize_activation
 
-__all__ = ["NativeMathMode", "modules_on_torch"]
+__all__ = ["NativeMathMode", "exact_math", "modules_on_torch"]
 
 _ELEMENTWISE: dict[Any, Activation] = {
     torch.sigmoid: Activation.SIGMOID,
@@ -111,6 +112,11 @@ class NativeMathMode(TorchFunctionMode):
         if out or not _is_plain(input):
             return func(input, *args, **kwargs)
         return cpu.activate(ActivationSpec(kind), None, input.contiguous(), self.pool)
+
+
+def exact_math(operator: Operator) -> AbstractContextManager[Any]:
+    """Return NativeMathMode, around what an operator computes in torch on the CPU; on a GPU nothing."""
+    return nullcontext() if operator.device.is_gpu else NativeMathMode(operator.config.require_pool())
 
 
 def _is_complex(value: object) -> bool:
