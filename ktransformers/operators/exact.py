@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Self
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, Self, cast
 
 import torch
 from torch import nn
@@ -60,19 +60,21 @@ class NativeMathMode(TorchFunctionMode):
     def __init__(self, pool: cpu.WorkerPool):
         super().__init__()
         self.pool = pool
-        self._enabled: list[Any] = []  # once for each time that it was entered
+        self._entered: list[ExitStack] = []
 
     @override
     def __enter__(self) -> Self:
-        self._enabled.append(torch._C._EnableTorchFunction())
-        self._enabled[-1].__enter__()
-        super().__enter__()
+        enabled = cast(AbstractContextManager[None], torch._C._EnableTorchFunction())
+        with ExitStack() as stack:
+            stack.enter_context(enabled)
+            super().__enter__()
+            self._entered.append(stack.pop_all())
         return self
 
     @override
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._enabled.pop().__exit__(*error)
+        self._entered.pop().close()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -141,5 +141,5 @@ def _temperature(module: nn.Module) -> QueryTemperature | None:
 
 
 def masks_positions(mask: torch.Tensor | None) -> bool:
-    """Return whether a mask says more than which rows [1, T] are padding, of which a step has none (GLM-5.3 makes one)."""
+    """Return whether a mask says more than which rows [1, T] are padding, of which a step has none."""
     return mask is not None and not (mask.dim() == 2 and mask.dtype is torch.bool)

@@ -31,6 +31,8 @@ __all__ = ["StreamsLayer", "streams_layer"]
 logger = logging.getLogger(__name__)
 
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm", "attn_hc", "ffn_hc"}
+_HOOKS = [f"_forward_{name}" for name in ("pre_hooks", "pre_hooks_with_kwargs", "hooks", "hooks_with_kwargs")]
+_HOOKS += ["_forward_hooks_always_called"]
 _TOLERANCE = 5e-3  # of the largest value: what differs in its last bit may be rounded to another number of 8 bits
 
 
@@ -48,6 +50,8 @@ class StreamsLayer(nn.Module):
         inner = mlp.inner if isinstance(mlp, WrapperOperator) else mlp
         self.looks_up_ids = "input_ids" in inspect.signature(inner.forward).parameters
         self.is_native = not modules_on_torch(layer)
+        for hooks in _HOOKS:  # which pass a step's context, or give a draft's streams their dimension
+            setattr(self, hooks, getattr(layer, hooks))
         keep_attention_type(self, layer)
 
     @override
