@@ -67,13 +67,13 @@ class NativeMathMode(TorchFunctionMode):
         enabled = cast(AbstractContextManager[None], torch._C._EnableTorchFunction())
         with ExitStack() as stack:
             stack.enter_context(enabled)
-            super().__enter__()
+            super().__enter__()  # type: ignore[no-untyped-call]
             self._entered.append(stack.pop_all())
         return self
 
     @override
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._entered.pop().close()
 
     def __torch_function__(
