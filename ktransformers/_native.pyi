@@ -283,6 +283,24 @@ def route(
     pool: WorkerPool, spec: RouterSpec, logits: int, bias: int, tokens: int, experts: int, ids: int, weights: int
 ) -> None: ...
 
+MAX_STREAMS: int
+
+def collapse_streams(
+    pool: WorkerPool,
+    x: int,
+    weights: tuple[int, int, int],
+    sizes: tuple[int, int, int, int, int],
+    eps: tuple[float, float],
+    written: tuple[int, int, int, int],
+) -> None: ...
+def mix_streams(
+    pool: WorkerPool, x: int, rows: int, streams: int, hidden: int, y: int, post: int, comb: int
+) -> None: ...
+def norm_streams(
+    pool: WorkerPool, x: int, weight: int, rows: int, streams: int, hidden: int, eps: float, out: int
+) -> None: ...
+def gate_streams(pool: WorkerPool, normed: int, rows: int, streams: int, hidden: int, gates: int, out: int) -> None: ...
+
 class AttentionBlock:
     def __init__(
         self,

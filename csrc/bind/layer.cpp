@@ -16,6 +16,7 @@
 #include "ops/attention/latent.h"
 #include "ops/layer/layer.h"
 #include "ops/layer/layer_stack.h"
+#include "ops/layer/streams.h"
 
 namespace nb = nanobind;
 
@@ -141,11 +142,58 @@ void bind_router(nb::module_& m) {
       nb::arg("ids"), nb::arg("weights"), nb::call_guard<nb::gil_scoped_release>());
 }
 
+void bind_streams(nb::module_& m) {
+  m.attr("MAX_STREAMS") = kt::kMaxStreams;
+  // weights: fn, base, scale; sizes: rows, N, H, shares, iterations; eps: of weights, of the norm; written: products,
+  // post, comb, out
+  m.def(
+      "collapse_streams",
+      [](kt::WorkerPool& pool, Address x, const std::tuple<Address, Address, Address>& weights,
+         const std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>& sizes, const std::tuple<float, float>& eps,
+         const std::tuple<Address, Address, Address, Address>& written) {
+        const auto [rows, streams, hidden, shares, iterations] = sizes;
+        const auto [fn, base, scale] = weights;
+        const auto [products, post, comb, out] = written;
+        const kt::HyperSpec spec{streams, hidden, shares, iterations, std::get<0>(eps), std::get<1>(eps)};
+        kt::collapse_streams(pool, spec, {at<const float>(fn), at<const float>(base), at<const float>(scale)},
+                             at<const float>(x), rows, at<float>(products), at<float>(post), at<float>(comb),
+                             at<float>(out));
+      },
+      nb::arg("pool"), nb::arg("x"), nb::arg("weights"), nb::arg("sizes"), nb::arg("eps"), nb::arg("written"),
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "mix_streams",
+      [](kt::WorkerPool& pool, Address x, int64_t rows, int64_t streams, int64_t hidden, Address y, Address post,
+         Address comb) {
+        kt::mix_streams(pool, streams, hidden, at<const float>(y), at<const float>(post), at<const float>(comb), rows,
+                        at<float>(x));
+      },
+      nb::arg("pool"), nb::arg("x"), nb::arg("rows"), nb::arg("streams"), nb::arg("hidden"), nb::arg("y"),
+      nb::arg("post"), nb::arg("comb"), nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "norm_streams",
+      [](kt::WorkerPool& pool, Address x, Address weight, int64_t rows, int64_t streams, int64_t hidden, float eps,
+         Address out) {
+        kt::norm_streams(pool, at<const float>(x), at<const float>(weight), rows, streams, hidden, eps, at<float>(out));
+      },
+      nb::arg("pool"), nb::arg("x"), nb::arg("weight"), nb::arg("rows"), nb::arg("streams"), nb::arg("hidden"),
+      nb::arg("eps"), nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "gate_streams",
+      [](kt::WorkerPool& pool, Address normed, int64_t rows, int64_t streams, int64_t hidden, Address gates,
+         Address out) {
+        kt::gate_streams(pool, at<const float>(normed), rows, streams, hidden, at<float>(gates), at<float>(out));
+      },
+      nb::arg("pool"), nb::arg("normed"), nb::arg("rows"), nb::arg("streams"), nb::arg("hidden"), nb::arg("gates"),
+      nb::arg("out"), nb::call_guard<nb::gil_scoped_release>());
+}
+
 }  // namespace
 
 void bind_layer(nb::module_& m) {
   nb::class_<kt::LayerBuffers>(m, "LayerBuffers").def(nb::init<>());
   bind_router(m);
+  bind_streams(m);
   // norms: input, query, key; weights: q, k, v, o, and their biases; sizes: heads, KV heads, head dim, rotary dims,
   // window
   nb::class_<kt::AttentionBlock>(m, "AttentionBlock")

@@ -29,6 +29,7 @@ __all__ = [
     "ExpertWeights",
     "Fp8Matrix",
     "GroupType",
+    "HyperSpec",
     "OwnType",
     "PackedTensor",
     "QuantType",
@@ -412,3 +413,20 @@ class StateStep:
             kv_lens,
             self.max_rows,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class HyperSpec:
+    """Numbers of a hyper-connection. streams: N. iterations: how often columns are divided by their sums; rows are once
+    less. eps: of weights; norm_eps: of the norm.
+    """
+
+    streams: int
+    iterations: int
+    eps: float
+    norm_eps: float
+
+    @property
+    def width(self) -> int:
+        """Number of weights of a row."""
+        return (2 + self.streams) * self.streams

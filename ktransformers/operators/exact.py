@@ -10,19 +10,21 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, Self, cast
 
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from ktransformers.kernels import cpu
 from ktransformers.kernels.types import Activation, ActivationSpec, QuantType, RawTensor
 from ktransformers.operators.base import Operator
 from ktransformers.operators.recognize.activation import recognize_activation
 
-__all__ = ["NativeMathMode", "modules_on_torch"]
+__all__ = ["NativeMathMode", "exact_math", "modules_on_torch"]
 
 _ELEMENTWISE: dict[Any, Activation] = {
     torch.sigmoid: Activation.SIGMOID,
@@ -52,11 +54,27 @@ def _is_plain(*tensors: torch.Tensor | None) -> bool:
 
 class NativeMathMode(TorchFunctionMode):
     """While active, linear, addmm with a bias, sigmoid, silu and gelu of torch on fp32 CPU tensors run on native
-    kernels; exponentials and their kin are computed in whole vectors, complex products part by part."""
+    kernels; exponentials and their kin are computed in whole vectors, complex products part by part. Also where
+    function modes were turned off around it, as native layers do."""
 
     def __init__(self, pool: cpu.WorkerPool):
         super().__init__()
         self.pool = pool
+        self._entered: list[ExitStack] = []
+
+    @override
+    def __enter__(self) -> Self:
+        enabled = cast(AbstractContextManager[None], torch._C._EnableTorchFunction())
+        with ExitStack() as stack:
+            stack.enter_context(enabled)
+            super().__enter__()  # type: ignore[no-untyped-call]
+            self._entered.append(stack.pop_all())
+        return self
+
+    @override
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._entered.pop().close()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -96,6 +114,11 @@ class NativeMathMode(TorchFunctionMode):
         if out or not _is_plain(input):
             return func(input, *args, **kwargs)
         return cpu.activate(ActivationSpec(kind), None, input.contiguous(), self.pool)
+
+
+def exact_math(operator: Operator) -> AbstractContextManager[Any]:
+    """Return NativeMathMode, around what an operator computes in torch on the CPU; on a GPU nothing."""
+    return nullcontext() if operator.device.is_gpu else NativeMathMode(operator.config.require_pool())
 
 
 def _is_complex(value: object) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["rotate", "rotated_columns"]
+__all__ = ["real_parts", "rotate", "rotated_columns"]
 
 
 def rotate(
@@ -35,3 +35,8 @@ def rotated_columns(
     rotary = 2 * cos.shape[-1]
     rotated = rotate(x[..., :rotary], cos, sin, is_interleaved, keeps_places=keeps_places)
     return torch.cat((rotated, x[..., rotary:]), dim=-1)
+
+
+def real_parts(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cos and sin [T, P / 2] of complex [1, T, P / 2]."""
+    return angles[0].real.contiguous(), angles[0].imag.contiguous()

@@ -41,3 +41,15 @@ def test_they_do_not_depend_on_their_place_in_a_tensor() -> None:
         whole, parts = module(x), torch.cat([module(rows) for rows in x.split(7)])
     assert torch.equal(whole, parts)
     pool.close()
+
+
+def test_the_mode_works_where_function_modes_are_off() -> None:
+    x, pool = torch.linspace(-3, 3, 77), WorkerPool(1)
+    with NativeMathMode(pool):
+        want = torch.sigmoid(x)
+    mode = NativeMathMode(pool)
+    with torch._C.DisableTorchFunction():
+        with mode, mode:
+            got = torch.sigmoid(x)
+        assert not torch._C._is_torch_function_enabled()
+    assert torch.equal(got, want)

@@ -127,9 +127,9 @@ void linear(WorkerPool& pool, const float* x, int64_t tokens, const WeightView& 
 }
 
 void batched_linear(WorkerPool& pool, const float* x, int64_t tokens, int64_t batch, const WeightView& weight,
-                    float* out) {
+                    float* out, Part part) {
   WorkerPool::Session session(pool);
-  ProfiledOp op(session, Part::Attention, tokens);
+  ProfiledOp op(session, part, tokens);
   op.add_bytes(weight_bytes(weight));
   const int64_t rows = weight.rows / std::max<int64_t>(batch, 1), ldo = batch * rows;
   // Row t * batch + b of the activations is token t of matrix b.

@@ -19,8 +19,8 @@ struct LinearPart {
 };
 void linear_parts(WorkerPool& pool, const float* x, int64_t tokens, std::initializer_list<LinearPart> parts);
 
-// out[t, b, n] = sum_k x[t, b, k] weight[b, n, k]; x and out contiguous.
+// out[t, b, n] = sum_k x[t, b, k] weight[b, n, k]; x and out contiguous. part: what the profile calls it.
 void batched_linear(WorkerPool& pool, const float* x, int64_t tokens, int64_t batch, const WeightView& weight,
-                    float* out);
+                    float* out, Part part = Part::Attention);
 
 }  // namespace kt

@@ -36,6 +36,7 @@ from ktransformers.models.registry import is_tested
 from ktransformers.operators.attention.rope import settle_rotations
 from ktransformers.operators.comparison import MEDIAN, Measure, Tolerance, difference, quantile
 from ktransformers.operators.layers.cpu import FusedLayer
+from ktransformers.operators.layers.streams import StreamsLayer
 from ktransformers.operators.layers.traced import LayerCall, layer_list
 from ktransformers.operators.recorder import RecordedCall, fp32_copy, intercepted, recorded_calls, tensors_in
 from ktransformers.optimize.plan import Plan
@@ -305,7 +306,7 @@ class _Check:
     def _culprit(self, index: int, exact: Trace) -> str:
         """The innermost module of a layer that turns the same into something else."""
         ours = model_layers(self.ours.model)[index]
-        if isinstance(ours, FusedLayer):
+        if isinstance(ours, FusedLayer | StreamsLayer):
             layers = layer_list(self.ours.model)
             assert layers is not None
             layers[index] = ours.inner

@@ -39,11 +39,20 @@ from ktransformers.kernels.cpu.paged_attention import MAX_BF16_DIMS, attention
 from ktransformers.kernels.cpu.products import batched_linear, linear
 from ktransformers.kernels.cpu.row_store import ROW_CACHE_NBYTES, RowStore
 from ktransformers.kernels.cpu.rows import activate, dequantize_rows, gather_rows, rms_norm
+from ktransformers.kernels.cpu.streams import (
+    MAX_STREAMS,
+    collapse_streams,
+    gate_streams,
+    mix_streams,
+    norm_streams,
+    split_columns,
+)
 from ktransformers.kernels.cpu.topk_positions import MAX_INDEX_HEADS, select_topk_positions
 
 __all__ = [
     "MAX_BF16_DIMS",
     "MAX_INDEX_HEADS",
+    "MAX_STREAMS",
     "NATIVE_TYPES",
     "PACKED_TYPES",
     "REBUILD",
@@ -59,15 +68,19 @@ __all__ = [
     "available_isas",
     "batched_linear",
     "can_pack",
+    "collapse_streams",
     "copy_parts",
     "dequantize_rows",
     "empty_bytes",
+    "gate_streams",
     "gather_rows",
     "grid_values",
     "has_bf16",
     "lacking_isa",
     "let_go",
     "linear",
+    "mix_streams",
+    "norm_streams",
     "pack",
     "pack_all",
     "pack_fp8",
@@ -76,5 +89,6 @@ __all__ = [
     "page_out",
     "rms_norm",
     "select_topk_positions",
+    "split_columns",
     "write_kv",
 ]

@@ -9,12 +9,14 @@ from ktransformers.kernels.attention_call import TopkCall
 from ktransformers.kernels.cpu.base import WorkerPool, check_tensor
 from ktransformers.kernels.cpu.paged_attention import row_numbers
 from ktransformers.kernels.extension import extension
+from ktransformers.kernels.untraced import untraced
 
 __all__ = ["MAX_INDEX_HEADS", "select_topk_positions"]
 
 MAX_INDEX_HEADS = extension.MAX_INDEX_HEADS
 
 
+@untraced
 def select_topk_positions(call: TopkCall, pool: WorkerPool) -> tuple[Tensor, Tensor]:
     """Choose the best positions of T rows on the CPU: slots int32 [n, num_chosen * block] and counts int32 [n].
 

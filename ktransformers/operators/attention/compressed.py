@@ -17,7 +17,7 @@ lies with the last token of its window:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,7 +28,7 @@ from typing_extensions import override
 from ktransformers.core import Phase
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import cpu
-from ktransformers.kernels.attention_call import AttentionCall
+from ktransformers.kernels.attention_call import AttentionCall, RowPages, TopkCall
 from ktransformers.kernels.types import RawTensor
 from ktransformers.operators.attention.compressed_gpu import CompressedSpec, GpuCompressed, Series
 from ktransformers.operators.attention.topk_positions import TopkPositions
@@ -43,20 +43,21 @@ from ktransformers.operators.base import (
 from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.exact import NativeMathMode
 from ktransformers.operators.linear.matrix import dense_tensor
+from ktransformers.operators.recognize.norm import recognize_weightless_norm
 from ktransformers.operators.rotation import rotate
 from ktransformers.operators.wrapper import DenseState, WrapperOperator
 from ktransformers.weights.source import WeightSource
 
 __all__ = ["KCompressedAttention"]
 
-_ROWS_SCORED = 64  # at once: scores take heads x entries of memory for each
 _MAX_INDEX = (1 << 31) - 1
 
 
 def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return fp32 x [N, heads, D] with the pairs of its last columns rotated by angles [N, P / 2]."""
-    plain, pairs = x[..., : -2 * cos.shape[-1]], x[..., -2 * cos.shape[-1] :]
-    return torch.cat((plain, rotate(pairs, cos, sin, is_interleaved=True, keeps_places=True)), dim=-1)
+    """Rotate the pairs of the last columns of fp32 x [N, heads, D] by angles [N, P / 2], in place, and return x."""
+    pairs = x[..., -2 * cos.shape[-1] :]
+    pairs.copy_(rotate(pairs, cos, sin, is_interleaved=True, keeps_places=True))
+    return x
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +180,7 @@ class KCompressedAttention(WrapperOperator):
                 width = self._indexer.values + self._indexer.width
         self.cached_dim = -(-width // self.head_dim) * self.head_dim
         self._o_a: RawTensor | None = None  # [groups, R, columns of a group]
+        self._head_eps = recognize_weightless_norm(inner.q_b_norm)
         self._epsilons = CompressedSpec.check(key, inner, self.head_dim) if self.device.is_gpu else None
         self._biases: list[torch.Tensor] = []  # of positions in a window, fp32 on a GPU
         self._gpu: GpuCompressed | None = None
@@ -190,6 +192,10 @@ class KCompressedAttention(WrapperOperator):
     @override
     def state(self) -> DenseState:
         return DenseState(self.inner, self.key, self.device, torch.float32)  # sinks
+
+    @override
+    def bypassed(self) -> Iterable[nn.Module]:
+        return (self.inner, self.inner.get_submodule("o_a_proj"), *(each.module for each in self._compressions))
 
     @property
     def _compressions(self) -> list[_Compression]:
@@ -257,14 +263,14 @@ class KCompressedAttention(WrapperOperator):
         cos, sin = (part[0] for part in position_embeddings[inner.rope_layer_type])
         rows = _Rows.of(forward_context)
         keys, _ = forward_context.cache.layer(self.layer_idx)
-        with NativeMathMode(pool):
-            residual = inner.q_a_norm(inner.q_a_proj(hidden_states))
-            query = inner.q_b_norm(inner.q_b_proj(residual).view(-1, self.num_heads, self.head_dim))
-            key = inner.kv_norm(inner.kv_proj(hidden_states))[0]
-            keys[forward_context.slot_mapping, 0, : self.head_dim] = turned(key[:, None], cos, sin)[:, 0]
-            entries, num_entries = self._entries(rows, hidden_states, residual, keys[:, 0], (cos, sin))
-            out = self._attend(rows, turned(query, cos, sin), keys, entries, num_entries)
-            out = turned(out, cos, -sin)
+        residual = inner.q_a_norm(inner.q_a_proj(hidden_states))
+        query = self._head_norm(inner.q_b_proj(residual).view(-1, self.head_dim))
+        query = query.view(-1, self.num_heads, self.head_dim)
+        key = inner.kv_norm(inner.kv_proj(hidden_states))[0]
+        keys[forward_context.slot_mapping, 0, : self.head_dim] = turned(key[:, None], cos, sin)[:, 0]
+        entries, num_entries = self._entries(rows, hidden_states, residual, keys[:, 0], (cos, sin))
+        out = self._attend(rows, turned(query, cos, sin), keys, entries, num_entries)
+        out = turned(out, cos, -sin)
         merged = cpu.batched_linear(out.view(-1, self._o_a_shape[0], self._o_a_shape[2]), self._o_a, pool)
         return inner.o_b_proj(merged.view(1, len(merged), -1)), None
 
@@ -284,6 +290,17 @@ class KCompressedAttention(WrapperOperator):
         if num_slots * (self.cached_dim // self.head_dim) > _MAX_INDEX:
             raise UnsupportedError(f"a cache of {num_slots} tokens is too large for {self.key}; lower --cache_lens")
 
+    def _exact(self) -> NativeMathMode:
+        """Around modules inside of compressors, of which `bypassed` says that they are no operators' business."""
+        return NativeMathMode(self.config.require_pool())
+
+    def _head_norm(self, heads: torch.Tensor) -> torch.Tensor:
+        """Normalize query heads [N, D]."""
+        if self._head_eps is None:
+            norm: Any = self.inner.q_b_norm
+            return norm(heads)  # type: ignore[no-any-return]
+        return cpu.rms_norm(heads, torch.ones(self.head_dim), self._head_eps, self.config.require_pool())
+
     def _entries(
         self,
         rows: _Rows,
@@ -295,11 +312,12 @@ class KCompressedAttention(WrapperOperator):
         """Which entries each row sees, in ascending order: int64 [T, most], of which the first [T] count."""
         if self._compressor is None:
             return rows.positions.new_zeros(len(rows.positions), 0), torch.zeros_like(rows.positions)
-        self._compressor.update(rows, hidden_states, cached)
+        with self._exact():
+            for compression in self._compressions:
+                compression.update(rows, hidden_states, cached)
         num_entries = (rows.positions + 1) // self._compressor.rate
         if self._indexer is None:
             return torch.arange(int(num_entries.max())).expand(len(num_entries), -1), num_entries
-        self._indexer.update(rows, hidden_states, cached)
         return self._chosen(rows, hidden_states, residual, cached, angles), num_entries.clamp(
             max=int(self._indexer.module.index_topk)
         )
@@ -315,37 +333,27 @@ class KCompressedAttention(WrapperOperator):
         """The entries that the indexer scores highest, the earlier ones of those with one score: [T, top_k]."""
         assert self._indexer is not None
         indexer = self._indexer.module
-        query = turned(indexer.q_b_proj(residual).view(len(rows.positions), -1, self._indexer.dim), *angles)
-        weights = indexer.scorer.weights_proj(hidden_states)[0] * indexer.scorer.weights_scaling
-        top_k = int(indexer.index_topk)
+        with self._exact():
+            query, weights = indexer.q_b_proj(residual), indexer.scorer.weights_proj(hidden_states)[0]
+        query = turned(query.view(len(rows.positions), -1, self._indexer.dim), *angles)
+        weights = weights * indexer.scorer.weights_scaling
+        top_k, scale = int(indexer.index_topk), float(indexer.scorer.softmax_scale)
         chosen = rows.positions.new_zeros(len(rows.positions), top_k)
         columns = slice(self._indexer.entry, self._indexer.entry + self._indexer.dim)
-        for of_sequence in rows.sequences():
-            for part in torch.split(of_sequence, _ROWS_SCORED):
-                counts = (rows.positions[part] + 1) // self._indexer.rate
-                total = int(counts.max())
-                if not total:
-                    continue
-                ends = (torch.arange(total) + 1) * self._indexer.rate - 1
-                entries = cached[rows.slots(ends[None], part[:1])[0], columns]
-                scores = self._scores(query[part], weights[part], entries)
-                scores = scores.masked_fill(torch.arange(total) >= counts[:, None], float("-inf"))
-                best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
-                best = best.masked_fill(best >= counts[:, None], total).sort(dim=-1).values  # the first ones count
-                chosen[part, : best.shape[1]] = best
+        for part in rows.sequences():
+            counts = (rows.positions[part] + 1) // self._indexer.rate
+            total = int(counts.max())
+            if not total:
+                continue
+            ends = (torch.arange(total) + 1) * self._indexer.rate - 1
+            entries = cached[rows.slots(ends[None], part[:1])[0], columns]
+            numbers = torch.arange(total, dtype=torch.int32)[None]
+            pages = RowPages(numbers, 1, torch.zeros_like(counts), counts)
+            call = TopkCall(query[part], weights[part], entries, pages, scale, min(top_k, total))
+            best, found = cpu.select_topk_positions(call, self.config.require_pool())
+            best = best.long().masked_fill(torch.arange(best.shape[1]) >= found[:, None], 0)  # the first ones count
+            chosen[part, : best.shape[1]] = best
         return chosen
-
-    def _scores(self, query: torch.Tensor, weights: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
-        """[T, E] of queries [T, heads, D] and their weights [T, heads]; added up head by head."""
-        assert self._indexer is not None
-        num_rows, num_heads, dim = query.shape
-        raw = RawTensor.from_tensor(entries.contiguous())
-        products = cpu.linear(query.reshape(-1, dim), raw, self.config.require_pool()).view(num_rows, num_heads, -1)
-        products = products.relu_() * self._indexer.module.scorer.softmax_scale
-        scores = torch.zeros_like(products[:, 0])
-        for head in range(num_heads):
-            scores = scores + products[:, head] * weights[:, head, None]
-        return scores
 
     def _attend(
         self, rows: _Rows, query: torch.Tensor, keys: torch.Tensor, entries: torch.Tensor, num_entries: torch.Tensor

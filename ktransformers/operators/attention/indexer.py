@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -150,6 +150,10 @@ class KIndexer(WrapperOperator):
     def op(self, phase: Phase) -> str:
         native, triton = self.OPS
         return triton if self.device.is_gpu else native
+
+    @override
+    def bypassed(self) -> Iterable[nn.Module]:
+        return (self.inner,)
 
     @override
     def owned_children(self) -> frozenset[str]:

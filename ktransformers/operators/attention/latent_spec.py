@@ -19,7 +19,7 @@ from torch import nn
 from ktransformers.errors import UnsupportedError
 from ktransformers.operators.recognize.temperature import QueryTemperature
 
-__all__ = ["Gate", "LatentSpec"]
+__all__ = ["Gate", "LatentSpec", "masks_positions"]
 
 _NEEDED = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_heads", "scaling")
 
@@ -138,3 +138,8 @@ def _temperature(module: nn.Module) -> QueryTemperature | None:
     if not isinstance(rope, Mapping) or not rope.get("llama_4_scaling_beta"):
         return None
     return QueryTemperature(float(rope["llama_4_scaling_beta"]), int(rope["original_max_position_embeddings"]))
+
+
+def masks_positions(mask: torch.Tensor | None) -> bool:
+    """Return whether a mask says more than which rows [1, T] are padding, of which a step has none."""
+    return mask is not None and not (mask.dim() == 2 and mask.dtype is torch.bool)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -37,7 +38,7 @@ from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.indexer import KIndexer, log_dense
 from ktransformers.operators.attention.latent_gpu import GpuLatent, LatentStep, check_gpu_shape
 from ktransformers.operators.attention.latent_materialization import LatentDims, MaterializationPolicy, Rates, StepRuns
-from ktransformers.operators.attention.latent_spec import Gate, LatentSpec
+from ktransformers.operators.attention.latent_spec import Gate, LatentSpec, masks_positions
 from ktransformers.operators.attention.latent_weights import TWO_BYTE, split_up_projections
 from ktransformers.operators.attention.topk_positions import TopkPositions
 from ktransformers.operators.base import (
@@ -49,11 +50,12 @@ from ktransformers.operators.base import (
     layer_number,
 )
 from ktransformers.operators.context import ForwardContext
+from ktransformers.operators.exact import exact_math
 from ktransformers.operators.linear.joined import JoinedLinears
 from ktransformers.operators.linear.linear import KTransformersLinear
 from ktransformers.operators.norm import KRMSNorm
 from ktransformers.operators.recognize.norm import NormSpec, recognize_norm
-from ktransformers.operators.rotation import rotate
+from ktransformers.operators.rotation import real_parts, rotate
 from ktransformers.operators.wrapper import DenseState, WrapperOperator
 from ktransformers.weights.source import TensorInfo, WeightSource
 
@@ -63,16 +65,6 @@ logger = logging.getLogger(__name__)
 
 _LEAST_ROTARY = 16
 """Columns behind the latent that a GPU's kernels want; of a family that has none they are 0."""
-
-
-def _real_parts(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [T, P / 2] of complex [1, T, P / 2]."""
-    return angles[0].real.contiguous(), angles[0].imag.contiguous()
-
-
-def _masks_positions(mask: torch.Tensor | None) -> bool:
-    """Whether a mask says more than which rows [1, T] are padding, of which a step has none (GLM-5.3 makes one)."""
-    return mask is not None and not (mask.dim() == 2 and mask.dtype is torch.bool)
 
 
 @functools.cache
@@ -247,7 +239,7 @@ class KMLAAttention(WrapperOperator):
         forward_context: ForwardContext | None = None,
         **kwargs: Any,
     ) -> tuple[Any, ...]:
-        if forward_context is None or _masks_positions(attention_mask):
+        if forward_context is None or masks_positions(attention_mask):
             raise UnsupportedError("latent attention runs inside the engine only: it needs forward_context and no mask")
         if self._gpu is not None:
             given = kwargs.get("prev_topk_indices")
@@ -257,6 +249,10 @@ class KMLAAttention(WrapperOperator):
             self._is_native = self.is_native_on_cpu()
         run = untraced(self._forward_on_cpu) if self._is_native else self._forward_on_cpu
         return run(hidden_states, position_embeddings, forward_context, kwargs.get("prev_topk_indices"))
+
+    @override
+    def bypassed(self) -> Iterable[nn.Module]:
+        return [child for name, child in self.inner.named_children() if name in self.OWNED_CHILDREN]
 
     def is_native_on_cpu(self) -> bool:
         """Whether all but products of real numbers runs in native kernels: no gate, no norm or projection of torch."""
@@ -347,7 +343,8 @@ class KMLAAttention(WrapperOperator):
         elif self.spec.gate is Gate.ELEMENTS:
             gate = inner.gate_proj(x)[0].view(values.shape)
         if gate is not None:
-            values = values * torch.sigmoid(gate.float()).to(values.dtype)
+            with exact_math(self):
+                values = values * torch.sigmoid(gate.float()).to(values.dtype)
         output: torch.Tensor = inner.o_proj(values.reshape(1, -1, self.num_heads * self.v_dim))
         return output
 
@@ -423,7 +420,8 @@ class KMLAAttention(WrapperOperator):
         if self.spec.temperature is None:
             return q
         positions = (context.kv_lens - 1).clamp_min(0).float()  # rows that see nothing have none
-        return q * self.spec.temperature.of(positions)[:, None, None].to(q.dtype)
+        with exact_math(self):
+            return q * self.spec.temperature.of(positions)[:, None, None].to(q.dtype)
 
     def angles(self, position_embeddings: Any, context: ForwardContext) -> tuple[torch.Tensor, torch.Tensor, bool]:
         """Return (cos, sin) [T, P / 2] and the pairing. DeepSeek-V2 gives complex numbers, later families a pair.
@@ -435,7 +433,7 @@ class KMLAAttention(WrapperOperator):
             return *here.derived("angles of 0", here.kv_lens, self._angles_of_0), False
         is_interleaved = self.rotates_neighbours(position_embeddings)
         if isinstance(position_embeddings, torch.Tensor):
-            return *context.derived("real parts", position_embeddings, _real_parts), is_interleaved
+            return *context.derived("real parts", position_embeddings, real_parts), is_interleaved
         cos, sin = (part[0, :, : self.rope_dim // 2] for part in position_embeddings)
         return cos, sin, is_interleaved
 

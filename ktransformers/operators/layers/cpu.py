@@ -44,6 +44,7 @@ from ktransformers.operators.context import ForwardContext
 from ktransformers.operators.experts.block import KMoEBlock
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.experts.router import KRouter
+from ktransformers.operators.layers.streams import streams_layer
 from ktransformers.operators.layers.traced import (
     PROBE_ROWS,
     LayerCall,
@@ -414,7 +415,7 @@ def fuse_layers(model: nn.Module, shapes: list[LayerShape], pool: WorkerPool, ca
         return 0
     buffers, count = LayerBuffers(), 0
     for i, (layer, call) in enumerate(zip(list(layers), calls, strict=True)):
-        fused = _fused(layer, call, shapes[i], pool, buffers)
+        fused = streams_layer(layer, call, shapes[: i + 1], pool) or _fused(layer, call, shapes[i], pool, buffers)
         if fused is None:
             continue
         layers[i] = fused

@@ -4,7 +4,7 @@
 
 KHyperConnection is for those of DeepSeek-V4 (arXiv 2512.24880), whose weights are fp32 on every device: they are small,
 and transformers keeps them so in any precision of a model. KGatedStreams is for Qwen4's, which are two narrow products
-and gates.
+and gates. What mixes a block's result with the streams on the CPU is in operators/layers/streams.py.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from torch import nn
 from typing_extensions import override
 
 from ktransformers.core import Phase
+from ktransformers.kernels import cpu
 from ktransformers.kernels.triton.attention.gated_streams import collapse_streams, norm_streams, scaled_silu
-from ktransformers.kernels.triton.attention.hyper import HyperSpec, collapse
+from ktransformers.kernels.triton.attention.hyper import collapse
+from ktransformers.kernels.types import Activation, ActivationSpec, HyperSpec
 from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.recognize.hyper import GatedSpec, recognize_gated, recognize_hyper
 from ktransformers.operators.wrapper import DenseState, WrapperOperator
@@ -31,30 +33,53 @@ class KHyperConnection(WrapperOperator):
     """Operator that collapses streams [1, T, N, H]: those that enter a block, or those behind the last layer."""
 
     OPS: ClassVar[dict[str, str]] = {
+        "KHyperNative": "one native call",
         "KHyperTriton": "two Triton kernels",
         "KHyperTorch": "the module's own forward, with weights in fp32",
     }
 
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         super().__init__(module, key, config, placement)
-        self.spec: HyperSpec | None = recognize_hyper(module) if self.device.is_gpu else None
+        spec = recognize_hyper(module)
+        is_native = spec is not None and spec.streams <= cpu.MAX_STREAMS
+        self.spec: HyperSpec | None = spec if is_native or self.device.is_gpu else None
 
     @override
     def op(self, phase: Phase) -> str:
-        return "KHyperTorch" if self.spec is None else "KHyperTriton"
+        if self.spec is None:
+            return "KHyperTorch"
+        return "KHyperTriton" if self.device.is_gpu else "KHyperNative"
 
     @override
     def state(self) -> DenseState:
         return DenseState(self.inner, self.key, self.device, torch.float32)
 
     @override
+    def load(self, source: WeightSource) -> None:
+        super().load(source)
+        if self.spec is not None and not self.device.is_gpu:
+            self.inner._parameters["fn"] = nn.Parameter(cpu.split_columns(self._weights[0]), requires_grad=False)
+
+    @override
+    def bypassed(self) -> Iterable[nn.Module]:
+        return () if self.spec is None else self.inner.modules()
+
+    @property
+    def _weights(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        weights: Any = self.inner
+        return weights.fn, weights.base, weights.scale
+
+    @override
     def forward(self, streams: torch.Tensor) -> Any:
         """Return what the module returns: how a block's result is mixed with the streams, and its input [1, T, H]."""
-        x, inner = self.device.to_device(streams), self.inner
+        x = self.device.to_device(streams)
         if self.spec is None:
-            return inner(x)
-        weights: Any = inner
-        made = collapse(x[0].contiguous(), weights.fn, weights.base, weights.scale, self.spec)
+            return self.inner(x)
+        rows = x[0].contiguous()
+        if self.device.is_gpu:
+            made = collapse(rows, *self._weights, self.spec)
+        else:
+            made = cpu.collapse_streams(rows, *self._weights, self.spec, self.config.require_pool())
         return tuple(part[None] for part in made)
 
 
@@ -64,6 +89,7 @@ class KGatedStreams(WrapperOperator):
     """
 
     OPS: ClassVar[dict[str, str]] = {
+        "KGatedNative": "native kernels around two products",
         "KGatedTriton": "Triton kernels around two products",
         "KGatedTorch": "the module's own forward",
     }
@@ -71,11 +97,15 @@ class KGatedStreams(WrapperOperator):
 
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         super().__init__(module, key, config, placement)
-        self.spec: GatedSpec | None = recognize_gated(module) if self.device.is_gpu else None
+        spec = recognize_gated(module)
+        is_native = spec is not None and spec.streams <= cpu.MAX_STREAMS
+        self.spec: GatedSpec | None = spec if is_native or self.device.is_gpu else None
 
     @override
     def op(self, phase: Phase) -> str:
-        return "KGatedTorch" if self.spec is None else "KGatedTriton"
+        if self.spec is None:
+            return "KGatedTorch"
+        return "KGatedTriton" if self.device.is_gpu else "KGatedNative"
 
     @override
     def state(self) -> DenseState:
@@ -100,12 +130,27 @@ class KGatedStreams(WrapperOperator):
         """Return what the module returns: a block's input [1, T, H], the streams and the weights [1, T, N] by which its
         result is added to them; or the first alone.
         """
-        x, inner, spec = self.device.to_device(streams), self.inner, self.spec
+        x, spec = self.device.to_device(streams), self.spec
+        inner: Any = self.inner
         if spec is None:
             return inner(x)  # type: ignore[no-any-return]
-        parts: Any = inner
-        normed = norm_streams(x[0], parts.hc_norm.weight, spec.eps, spec.streams)
+        parts, pool = inner, None if self.device.is_gpu else self.config.require_pool()
+        rows = x[0].contiguous()
+        if pool is None:
+            normed = norm_streams(rows, parts.hc_norm.weight, spec.eps, spec.streams)
+        else:
+            normed = cpu.norm_streams(rows, parts.hc_norm.weight, spec.eps, spec.streams, pool)
         inject = parts.block_inject_weight(normed) if spec.has_weights else None
-        mixed = parts.input_mix_weight_up(scaled_silu(parts.input_mix_weight_down(normed), 1.0 / spec.streams))
-        collapsed, weights = collapse_streams(normed, mixed, inject, spec.streams)
+        narrow = parts.input_mix_weight_down(normed)
+        if pool is None:
+            mixed = parts.input_mix_weight_up(scaled_silu(narrow, 1.0 / spec.streams))
+            collapsed, weights = collapse_streams(normed, mixed, inject, spec.streams)
+        else:
+            narrow = cpu.activate(ActivationSpec(Activation.SILU), None, narrow / spec.streams, pool)
+            collapsed = cpu.gate_streams(normed, parts.input_mix_weight_up(narrow), spec.streams, pool)
+            weights = None if inject is None else _injected(inject / spec.streams, pool)
         return collapsed[None] if weights is None else (collapsed[None], x, weights[None])
+
+
+def _injected(inject: torch.Tensor, pool: cpu.WorkerPool) -> torch.Tensor:
+    return 2 * cpu.activate(ActivationSpec(Activation.SIGMOID), None, inject, pool)

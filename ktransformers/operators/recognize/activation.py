@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,10 +88,14 @@ def recognize_gated_mlp(module: nn.Module) -> ActivationSpec:
     rows = _rows(_COLS)
     parts = {**dict(zip(_PROJECTIONS, (gate, up, down), strict=True)), "act_fn": children["act_fn"]}
     got = answer(lambda: probe_module(module, modules=parts)(rows))
-    specs, limit = [spec], getattr(module, "limit", None)
+    specs, limit = [spec], _limit_of(module)
     if spec.kind is Activation.SILU and isinstance(limit, int | float):
         specs.append(ActivationSpec(Activation.SWIGLU_CLAMPED, limit=float(limit)))
     return matching(got, specs, lambda found: down(_gated(found, gate(rows), up(rows))))
+
+
+def _limit_of(module: nn.Module) -> Any:
+    return getattr(module, "limit", getattr(module, "swiglu_limit", None))
 
 
 def _forward_of_one(module: nn.Module, rows: Tensor) -> Tensor:
@@ -116,7 +121,7 @@ def recognize_expert_activation(module: nn.Module, layout: ExpertsLayout) -> Act
     if not layout.has_gate:
         return matching(want, _PLAIN, lambda spec: _FORMULAS[spec.kind](rows))
     gate, up = rows.chunk(2, dim=-1) if layout.is_concatenated else (rows[..., ::2], rows[..., 1::2])
-    specs, limit = list(_PLAIN), getattr(module, "limit", getattr(module, "swiglu_limit", None))
+    specs, limit = list(_PLAIN), _limit_of(module)
     alpha = getattr(module, "alpha", getattr(module, "swiglu_alpha", None))
     if isinstance(limit, (int, float)):
         specs.append(ActivationSpec(Activation.SWIGLU_CLAMPED, limit=float(limit)))

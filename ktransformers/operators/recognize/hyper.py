@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ktransformers.kernels.triton.attention.hyper import HyperSpec
+from ktransformers.kernels.types import HyperSpec
 from ktransformers.operators.recognize.norm import rms_norm
 from ktransformers.operators.recognize.probe import (
     NotRecognized,

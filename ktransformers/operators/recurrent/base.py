@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +22,7 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.operators.base import OperatorConfig, Placement, Requirements, layer_number
 from ktransformers.operators.context import ForwardContext, StateStep
 from ktransformers.operators.device import to_input
-from ktransformers.operators.exact import NativeMathMode
+from ktransformers.operators.exact import exact_math
 from ktransformers.operators.recurrent.scans import Scans
 from ktransformers.operators.wrapper import DenseState, WrapperOperator
 from ktransformers.weights.source import WeightSource
@@ -124,7 +124,7 @@ class RecurrentOperator(WrapperOperator):
 
     def _math(self) -> AbstractContextManager[Any]:
         """Exponentials that do not depend on where in a tensor a value stands."""
-        return nullcontext() if self.device.is_gpu else NativeMathMode(self.config.require_pool())
+        return exact_math(self)
 
     def answer(self, hidden_states: Tensor) -> Any:
         """Return a result in the form in which the module returns it."""

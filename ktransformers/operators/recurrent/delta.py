@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -236,6 +237,10 @@ class KKimiDeltaAttention(RecurrentOperator):
         shape = (len(rows), self.num_heads, self.head_dim)
         return side_by_side(qkv), beta, gate.view(shape), forget.view(shape)
 
+    @override
+    def _math(self) -> AbstractContextManager[Any]:
+        return nullcontext()  # but for its gates: everything else is native
+
     def decay(self, forget: Tensor) -> Tensor:
         """Return the logarithm of what is kept for the forget gate's product, both [T, heads, head_dim]."""
         gate: Any = self.inner.forget_gate
@@ -256,8 +261,9 @@ class KKimiDeltaAttention(RecurrentOperator):
             return mixed_out
         mixed = self.convolve(joined, states, step, "silu")
         q, k, v = (part.view(shape) for part in mixed.chunk(3, dim=-1))
-        beta = torch.sigmoid(logits.float())
-        out = self.scans.delta_scan((q, k, v), self.decay(forget), beta, states["recurrent"], step)
+        with super()._math():
+            decay, beta = self.decay(forget), torch.sigmoid(logits.float())
+        out = self.scans.delta_scan((q, k, v), decay, beta, states["recurrent"], step)
         norm = inner.o_norm
         normed = self.scans.gated_norm(
             out.reshape(-1, self.head_dim),

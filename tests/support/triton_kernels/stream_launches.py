@@ -3,7 +3,8 @@
 import torch
 
 from ktransformers.kernels.triton.attention.gated_streams import collapse_streams, norm_streams, scaled_silu
-from ktransformers.kernels.triton.attention.hyper import HyperSpec, collapse
+from ktransformers.kernels.triton.attention.hyper import collapse
+from ktransformers.kernels.types import HyperSpec
 
 
 def call_hyper(tokens, streams=4, width=4096):

@@ -12,37 +12,19 @@ Two launches: products of shares of the columns, and all that follows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ktransformers.kernels.triton.common.elementwise import check_float
 from ktransformers.kernels.triton.common.runtime import jit, power_of_two, tl
+from ktransformers.kernels.types import HyperSpec
 
-__all__ = ["HyperSpec", "collapse"]
+__all__ = ["collapse"]
 
 _ROWS = 16  # of a tile
 _FEW_ROWS = 64
 _COLUMNS = 128  # of a product at a time
 _COLLAPSED = 1024  # columns of a program
-
-
-@dataclass(frozen=True, slots=True)
-class HyperSpec:
-    """Numbers of a hyper-connection. streams: N. iterations: how often columns are divided by their sums; rows are once
-    less. eps: of weights; norm_eps: of the norm.
-    """
-
-    streams: int
-    iterations: int
-    eps: float
-    norm_eps: float
-
-    @property
-    def width(self) -> int:
-        """Number of weights of a row."""
-        return (2 + self.streams) * self.streams
 
 
 @jit(do_not_specialize=["T"])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ktransformers.kernels.triton.attention.hyper import HyperSpec, collapse
+from ktransformers.kernels.triton.attention.hyper import collapse
+from ktransformers.kernels.types import HyperSpec
 from ktransformers.operators.recognize.hyper import recognize_hyper
 
 v4 = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
