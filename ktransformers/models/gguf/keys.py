@@ -152,7 +152,7 @@ def _local_base(gguf: Metadata, value: object) -> bool:
     return _one_of(value, base) or _window(gguf, _said(gguf, "attention.sliding_window") or 0)
 
 
-_TEXT_SECTIONS = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
+_TEXT_SECTIONS = ("qwen2vl", "qwen3vl", "qwen3vlmoe", "glm4moe")
 
 
 def _sections(gguf: Metadata, value: object) -> bool:

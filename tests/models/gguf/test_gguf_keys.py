@@ -304,6 +304,7 @@ SAID_TWICE: list[tuple[str, dict[str, object]]] = [
     ("qwen3moe", {"expert_weights_scale": 1.0, "expert_group_count": 1, "expert_group_used_count": 1}),
     ("qwen3moe", {"expert_gating_func": 1, "expert_shared_feed_forward_length": 0, "swin_norm": False}),
     ("qwen2vl", {"rope.dimension_sections": np.array([3, 3, 2, 0])}),
+    ("glm4moe", {"rope.dimension_sections": np.array([3, 3, 2, 0])}),  # GLM-4.5V: text as GLM-4.5-Air reads it
     ("gpt-oss", {"expert_gating_func": 3, "rope.freq_base_swa": 150000.0}),
     ("gemma2", {"rope.scaling.yarn_beta_fast": 32.0, "pooling_type": 1, "classifier.output_labels": ["a"]}),
 ]
