@@ -23,7 +23,7 @@ from benchmarks.command import benchmark_parser
 from ktransformers.bench.common.report import Column, FigureTable, Record, Row, print_record
 from ktransformers.cli import run_command
 from ktransformers.cli.bench.options import check_between, check_range
-from ktransformers.core import SamplingParams
+from ktransformers.core import FinishReason, SamplingParams
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.records import Request, RowResult, StepResult
 from ktransformers.scheduler.scheduler import Scheduler
@@ -104,7 +104,7 @@ def _step_times(load: _Load, num_steps: int, is_mixed: bool) -> tuple[list[float
     own, wire = [], []
     for i in range(num_steps):
         if is_mixed and i % 8 == 0:
-            load.scheduler.abort(load.names.pop(0))
+            load.scheduler.finish(load.names.pop(0), FinishReason.ABORT)
             load.add()
         seconds, encode_seconds, _ = load.step(encoder)
         own.append(seconds * 1e6)

@@ -137,8 +137,6 @@ class _Run:
 class ReplicaInterface(BackendInterfaceBase):
     """The backend whose answers replicas compute, see BackendInterfaceBase. open_tokenizer: of the same model as the
     replicas have, called on a thread.
-
-    clock: seconds.
     """
 
     name: ClassVar[str] = "cluster"
@@ -150,10 +148,9 @@ class ReplicaInterface(BackendInterfaceBase):
         replicas: Replicas,
         open_tokenizer: Callable[[], Tokenizer],
         max_unread: int = MAX_UNREAD_EVENTS,
-        clock: Callable[[], float] = time.monotonic,
     ):
         self._replicas, self._open_tokenizer = replicas, open_tokenizer
-        self._max_unread, self._clock = max_unread, clock
+        self._max_unread = max_unread
         self._figures = ClusterFigures()
         self._model: ModelInfo | None = None
         self._max_running = 1
@@ -176,7 +173,7 @@ class ReplicaInterface(BackendInterfaceBase):
             await self._look()
 
     async def _look(self) -> None:
-        self._figures.update(await self._replicas.reports(), self._clock())
+        self._figures.update(await self._replicas.reports(), time.monotonic())
 
     def _spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.ensure_future(self._guarded(work))
@@ -221,7 +218,7 @@ class ReplicaInterface(BackendInterfaceBase):
         self.model  # noqa: B018 - raises while nothing is ready
         if request.request_id in self._runs:
             raise ValueError(f"request id {request.request_id} is in use")
-        run = _Run(request, EventBuffer(asyncio.get_running_loop(), self._max_unread), self._clock())
+        run = _Run(request, EventBuffer(asyncio.get_running_loop(), self._max_unread), time.monotonic())
         self._runs[request.request_id] = run
         carrying = asyncio.create_task(self._carry(run))
         try:
@@ -234,7 +231,7 @@ class ReplicaInterface(BackendInterfaceBase):
 
     async def _carry(self, run: _Run) -> None:
         """Bring the answer from replicas to its reader, whatever becomes of them."""
-        seconds = None if run.deadline is None else run.deadline - self._clock() + _SLACK_SECONDS
+        seconds = None if run.deadline is None else run.deadline - time.monotonic() + _SLACK_SECONDS
         try:
             async with asyncio.timeout(seconds):
                 while not run.buffer.is_closed:
@@ -250,7 +247,7 @@ class ReplicaInterface(BackendInterfaceBase):
     async def _ask_one(self, run: _Run) -> None:
         num_past = len(run.past)
         try:
-            async with aclosing(self._replicas.ask(run.ask(self._clock()))) as messages:
+            async with aclosing(self._replicas.ask(run.ask(time.monotonic()))) as messages:
                 async for message in messages:
                     self._receive(run, message)
                     if run.buffer.is_closed:

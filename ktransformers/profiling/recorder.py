@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
@@ -44,7 +43,8 @@ _HIGH_WATER = 16  # drains that the socket holds
 class Runtime(Protocol):
     """The part of an engine that switches recording by native code on and off, and gives its records.
 
-    profiling.runtime.CpuProfilingRuntime is the one there is.
+    profiling.runtime.CpuProfilingRuntime is the one of a CPU, and StepRuntime of engine/step, made of it, that of a
+    model's steps.
     """
 
     @property
@@ -96,12 +96,10 @@ class Recorder:
         self._thread = threading.Thread(target=self._drain_until_closed, name="profile-drain", daemon=True)
         self._thread.start()
 
-    def begin_step(self, step_id: int, num_rows: int, keep: Sequence[int]) -> int:
-        """Note that a step begins. Returns the time, for its StepRecord. keep: see Runtime."""
-        now = time.monotonic_ns()
+    def begin_step(self, step_id: int, num_rows: int, keep: Sequence[int]) -> None:
+        """Note that a step begins. keep: see Runtime."""
         if self._runtime is not None:
             self._runtime.begin_step(step_id, num_rows, keep)
-        return now
 
     def end_step(self, record: StepRecord) -> None:
         """Note that the step that was begun last is over, and send its record."""

@@ -6,8 +6,7 @@ written. A step while they are not costs one attribute test.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.cpu.profile import RING_BYTES, PoolProfile, set_scope
+from ktransformers.profiling.messages import GpuRecord
 
 __all__ = ["CpuProfilingRuntime", "ModuleScope"]
 
@@ -45,7 +45,6 @@ class CpuProfilingRuntime:
         self._profile: PoolProfile | None = None
         self._handles: list[RemovableHandle] = []
         self._step_id = self._layer = -1
-        self._part = "other"
         self._dropped_before = 0
 
     def start(self) -> None:
@@ -76,10 +75,11 @@ class CpuProfilingRuntime:
             self._set(-1, "other")  # whatever a step that failed has left
             self._profile.begin_step(step_id, num_rows, keep)
 
-    def end_step(self) -> None:
-        """End the step that was begun last."""
+    def end_step(self) -> GpuRecord | None:
+        """End the step that was begun last. Returns None: StepRuntime knows GPUs."""
         if self.is_on and self._profile is not None:
             self._profile.end_step(self._step_id)
+        return None
 
     def drain(self) -> bytes:
         """Take the records that are complete, whole ones, in the order in which they were begun. On any thread."""
@@ -90,31 +90,8 @@ class CpuProfilingRuntime:
         """The number of records that were lost since the start because the ring was full."""
         return 0 if self._profile is None else self._profile.num_dropped - self._dropped_before
 
-    @contextmanager
-    def layer(self, index: int) -> Iterator[None]:
-        """Attribute the kernels that this thread runs inside the block to layer `index`."""
-        with self._scope(index, self._part):
-            yield
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Attribute linear layers, norms and activations that this thread runs inside the block to part `name`."""
-        with self._scope(self._layer, name):
-            yield
-
-    @contextmanager
-    def _scope(self, layer: int, part: str) -> Iterator[None]:
-        if not self.is_on:
-            yield
-            return
-        old = self._set(layer, part)
-        try:
-            yield
-        finally:
-            self._set(*old)
-
     def _set(self, layer: int, part: str) -> tuple[int, str]:
-        self._layer, self._part = layer, part
+        self._layer = layer
         return set_scope(layer, part)
 
     def _hooked(self, scope: ModuleScope) -> list[RemovableHandle]:

@@ -260,25 +260,25 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
     num_accepted: int = 0
 
 
-class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
+class SchedulerStats(msgspec.Struct, kw_only=True):
     """The scheduler's figures for metrics. The first five and num_suspended are of this moment, the others count from
-    the start.
+    the start: `Scheduler` adds to its own, and gives copies.
 
     num_used_pages: held by running sequences. num_idle_pages: held by nobody, kept for prefix hits, free when needed.
     prefix_query_len, prefix_hit_len: prompt tokens looked up at first admissions, and those found.
     num_drafted, num_accepted: draft tokens that steps ran, and those that were accepted.
     """
 
-    num_running: int
-    num_waiting: int
-    num_pages: int
-    num_used_pages: int
-    num_idle_pages: int
-    num_preemptions: int
-    num_expired: int
-    num_engine_losses: int
-    prefix_query_len: int
-    prefix_hit_len: int
+    num_running: int = 0
+    num_waiting: int = 0
+    num_pages: int = 0
+    num_used_pages: int = 0
+    num_idle_pages: int = 0
+    num_preemptions: int = 0
+    num_expired: int = 0
+    num_engine_losses: int = 0
+    prefix_query_len: int = 0
+    prefix_hit_len: int = 0
     tiers: TierStats | None = None
     num_suspended: int = 0
     num_drafted: int = 0

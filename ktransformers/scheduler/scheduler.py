@@ -52,6 +52,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from operator import attrgetter
 
+import msgspec
+
 from ktransformers.core import PROMPT_LOGPROB_ROWS, AnswerEnd, FinishReason
 from ktransformers.media.records import whole_stretches
 from ktransformers.scheduler.batch import Batch, PlannedRow, PlannedStep, runnable
@@ -72,7 +74,6 @@ from ktransformers.scheduler.records import (
     salted,
 )
 from ktransformers.scheduler.sequence import RunningState, Sequence
-from ktransformers.scheduler.totals import SchedulerTotals, stats_of
 
 __all__ = ["Scheduler"]
 
@@ -104,7 +105,7 @@ class Scheduler:
         self._deadlines: dict[str, float] = {}
         self._arrivals, self._run_ids = itertools.count(), itertools.count(1)
         self._next_step = 1
-        self._totals = SchedulerTotals()
+        self._totals = SchedulerStats()
         self.max_admitted: int | None = None  # a lower limit on running sequences, for admissions to come
 
     # Requests come and go.
@@ -140,12 +141,9 @@ class Scheduler:
         else:
             bisect.insort(self._waiting, seq, key=_rank)
 
-    def abort(self, request_id: str) -> RequestUpdate | None:
-        """End a request whose caller left. Pages are free at once. None when the request has ended already."""
-        return self.finish(request_id, FinishReason.ABORT)
-
     def finish(self, request_id: str, reason: FinishReason) -> RequestUpdate | None:
-        """End a request from outside, for example because its text held a stop string. As `abort`, with a reason."""
+        """End a request from outside: its text held a stop string, or its caller left (ABORT). Its pages are free at
+        once. None when it has ended already."""
         seq = self._requests.get(request_id)
         return None if seq is None else self._end(seq, reason)
 
@@ -480,7 +478,17 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Counts since the start, and of what runs and waits now."""
-        return stats_of(self._totals, self._pages, len(self._running), len(self._waiting), len(self._suspended))
+        pages = self._pages
+        return msgspec.structs.replace(
+            self._totals,
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_suspended=len(self._suspended),
+            num_pages=pages.num_pages,
+            num_used_pages=pages.num_pages - pages.num_available,
+            num_idle_pages=pages.num_idle,
+            tiers=None if pages.kv_offload is None else pages.kv_offload.stats(),
+        )
 
     def check_integrity(self) -> None:
         """Raise AssertionError when any invariant of this package's docstrings is broken. Slow: reads all."""

@@ -296,13 +296,13 @@ class ProcessGroup:
         if folder is not None:
             folder.remove()
 
-    async def stop_async(self, process: ChildProcess, grace: float = 0.0) -> None:
+    async def stop_async(self, process: ChildProcess) -> None:
         """Do what `stop` does, while the event loop goes on."""
-        await asyncio.to_thread(self.stop, process, grace)
+        await asyncio.to_thread(self.stop, process)
 
-    async def close_async(self, grace: float = 0.0) -> None:
+    async def close_async(self) -> None:
         """Do what `close` does, while the event loop goes on."""
-        await asyncio.to_thread(self.close, grace)
+        await asyncio.to_thread(self.close)
 
 
 def _stop(processes: Sequence[ChildProcess], grace: float) -> None:

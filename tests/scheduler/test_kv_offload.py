@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from ktransformers.core import FinishReason
 from ktransformers.scheduler.tier_rates import MAX_DECLINED, Option, TierRates
 from ktransformers.scheduler.tier_records import TierStats
 from tests.support.servers.fake_engine import FakeDisk, Loop, make_config, make_request, make_tiers
@@ -143,7 +144,7 @@ def test_a_request_that_leaves_while_files_are_read() -> None:
     loop.commit()
     loop.add(make_request("again", PROMPT, 4))
     loop.schedule()
-    loop.scheduler.abort("again")
+    loop.scheduler.finish("again", FinishReason.ABORT)
     loop.scheduler.check_integrity()
     loop.commit()
     assert run(loop, "once more", PROMPT) == 2
@@ -257,7 +258,7 @@ def test_random_loads_with_lost_engines_and_bad_files_have_the_answers_of_each_a
                 if rng.random() < 0.05:
                     loop.crash()
                 if rng.random() < 0.1:
-                    update = loop.scheduler.abort(f"r{count}")
+                    update = loop.scheduler.finish(f"r{count}", FinishReason.ABORT)
                     if update is not None:
                         loop.hear(update)
             loop.drain()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ktransformers.core import FinishReason
 from ktransformers.scheduler.config import SchedulerConfig
 from tests.scheduler.test_scheduler import long_request
 from tests.support.servers.fake_engine import Loop, make_config
@@ -66,7 +67,7 @@ def test_a_prompt_that_is_given_up_ends_them() -> None:
     assert plan is not None
     assert plan.is_long
     loop.commit()
-    loop.scheduler.abort("a1")
+    loop.scheduler.finish("a1", FinishReason.ABORT)
     plan = loop.schedule()
     assert plan is not None
     assert not plan.is_long

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from ktransformers.core import FinishReason
 from tests.support.servers.fake_engine import Loop, make_config, make_request
 
 
@@ -37,7 +38,7 @@ def test_64_mixed_requests(chunk_size: int, max_batch_size: int, has_prefix_cach
             loop.commit()
         if step % 20 == 0:
             request_id = f"r{rng.randrange(64)}"
-            update = loop.scheduler.abort(request_id)
+            update = loop.scheduler.finish(request_id, FinishReason.ABORT)
             if update is not None:
                 loop.hear(update)
         if step in (15, 40, 60):

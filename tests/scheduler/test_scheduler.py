@@ -331,7 +331,7 @@ def test_abort_frees_pages_at_once(num_steps: int) -> None:
     for _ in range(num_steps):
         loop.schedule()
     others = loop.scheduler.pages.pages_for(2 + max(num_steps - 1, 0)) if num_steps else 0  # a2 passes it
-    update = loop.scheduler.abort("a1")
+    update = loop.scheduler.finish("a1", FinishReason.ABORT)
     loop.scheduler.check_integrity()
     assert update is not None
     assert (update.finish_reason, update.token_id, update.error, update.is_expired) == (
@@ -342,7 +342,7 @@ def test_abort_frees_pages_at_once(num_steps: int) -> None:
     )
     loop.hear(update)
     assert loop.scheduler.stats().num_used_pages == others
-    assert loop.scheduler.abort("a1") is None
+    assert loop.scheduler.finish("a1", FinishReason.ABORT) is None
     loop.scheduler.add(long_request("a1", 20))  # the same id again, while rows of the old one are in flight
     del loop.last["a1"]
     loop.drain()
@@ -488,7 +488,7 @@ def test_answers_to_one_prompt_compute_it_once() -> None:
     shared = [msgspec.structs.replace(one, prompt_ids=prompt) for one in shared]
     loop.add(*shared, long_request("b9", 2))
     assert shape(loop.schedule()) == [(0, 6, False), (0, 2, True)]  # b9 passes with what it has
-    loop.scheduler.abort("b9")
+    loop.scheduler.finish("b9", FinishReason.ABORT)
     loop.commit()
     assert shape(loop.schedule()) == [(6, 8, False)]
     loop.commit()
@@ -559,7 +559,7 @@ def test_nobody_waits_for_a_prompt_that_is_not_computed() -> None:
     prompt = [7] * 18
     loop.add(*(msgspec.structs.replace(make_request(f"a{i}", [], 3), prompt_ids=prompt) for i in range(2)))
     assert shape(loop.schedule()) == [(0, 8, False)]
-    loop.scheduler.abort("a0")
+    loop.scheduler.finish("a0", FinishReason.ABORT)
     loop.commit()
     assert shape(loop.schedule()) == [(0, 8, False)]
     loop.commit()

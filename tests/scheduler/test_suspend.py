@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ktransformers.core import FinishReason
 from tests.support.servers.fake_engine import Loop, answer_alone, make_config, make_request
 
 PROMPT = [1 + i % 6 for i in range(30)]
@@ -101,7 +102,7 @@ def test_it_can_be_ended_while_suspended() -> None:
     loop = Loop(make_config())
     loop.add(make_request("r", PROMPT))
     loop.suspend("r")
-    update = loop.scheduler.abort("r")
+    update = loop.scheduler.finish("r", FinishReason.ABORT)
     assert update is not None
     assert not loop.resume("r")
     loop.scheduler.check_integrity()

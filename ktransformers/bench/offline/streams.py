@@ -13,7 +13,7 @@ from statistics import mean, median
 
 import numpy as np
 
-from ktransformers.core import SamplingParams
+from ktransformers.core import FinishReason, SamplingParams
 from ktransformers.engine.load.builder import Engine
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.prefill_throttle import FEWEST_ROWS
@@ -105,7 +105,7 @@ class _Loop:
 
     def end(self, name: str) -> None:
         """Leave a request, with its steps in flight."""
-        self.scheduler.abort(name)
+        self.scheduler.finish(name, FinishReason.ABORT)
         while self._planned:
             self.step()
 

@@ -18,7 +18,6 @@ from ktransformers.operators.layers.joined import Done
 from ktransformers.operators.layers.native_stack import NativeStack
 from ktransformers.operators.layers.traced import layer_list
 from ktransformers.profiling.messages import GpuRecord
-from ktransformers.profiling.recorder import Runtime
 from ktransformers.profiling.runtime import CpuProfilingRuntime, ModuleScope
 
 __all__ = ["StepRuntime", "module_scopes"]
@@ -28,27 +27,22 @@ _ROUTER = frozenset({"gate", "router"})
 _MLP = frozenset({"mlp", "feed_forward"})
 
 
-class StepRuntime(Runtime):
+class StepRuntime(CpuProfilingRuntime):
     """The Runtime of a runner's steps, on the CPU and on GPUs."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self._cpu = CpuProfilingRuntime(runner.pool, module_scopes(runner.model))
+        super().__init__(runner.pool, module_scopes(runner.model))
         self._runner = runner
         self._gpus: GpuProfile | None = None
 
-    @property
-    @override
-    def dropped(self) -> int:
-        return self._cpu.dropped
-
     @override
     def start(self) -> None:
-        self._cpu.start()
+        super().start()
         self._gpus = self._runner.profile_gpus(True)
 
     @override
     def stop(self) -> None:
-        self._cpu.stop()
+        super().stop()
         if self._gpus is not None:
             self._gpus = self._runner.profile_gpus(False)
 
@@ -56,16 +50,12 @@ class StepRuntime(Runtime):
     def begin_step(self, step_id: int, num_rows: int, keep: Sequence[int]) -> None:
         if self._gpus is not None:
             self._gpus.expect(num_rows, keep)
-        self._cpu.begin_step(step_id, num_rows, keep)
+        super().begin_step(step_id, num_rows, keep)
 
     @override
     def end_step(self) -> GpuRecord | None:
-        self._cpu.end_step()
+        super().end_step()
         return None if self._gpus is None else self._gpus.latest
-
-    @override
-    def drain(self) -> bytes:
-        return self._cpu.drain()
 
 
 def module_scopes(model: Any) -> list[ModuleScope]:

@@ -80,7 +80,7 @@ class PagedLoop:
         return True
 
     def abort(self, name: str) -> None:
-        update = self.scheduler.abort(name)
+        update = self.scheduler.finish(name, FinishReason.ABORT)
         if update is not None:
             self.answers[name].hear(update)
         self.scheduler.check_integrity()
