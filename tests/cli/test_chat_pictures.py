@@ -208,7 +208,10 @@ def test_llm_chat_takes_pictures_in_all_spellings(room: Room, here: Path) -> Non
         ({"type": "image", "image": 3}, "a picture is"),
         ({"type": "image", "image": "gone.png"}, "the picture gone.png cannot be read"),
         ({"type": "image", "image": b"text"}, "no picture that can be read"),
-        ({"type": "image_url", "image_url": {"url": "http://a.example/b.png"}}, "not fetched here; give a path, the bytes"),
+        (
+            {"type": "image_url", "image_url": {"url": "http://a.example/b.png"}},
+            "not fetched here; give a path, the bytes",
+        ),
         ({"type": "image_url", "image_url": {"url": "data:;base64,AAAA", "detail": "much"}}, "detail|no picture"),
         ({"type": "image", "image": b"a", "url": "b"}, "a picture is"),
     ],

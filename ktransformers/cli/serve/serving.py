@@ -167,7 +167,6 @@ def _balance_config(args: argparse.Namespace, config: EngineConfig) -> BalanceCo
         max_batch_size=MAX_BATCH_SIZE if args.max_batch_size is None else args.max_batch_size,
         max_itl_ratio=MAX_ITL_RATIO if args.max_itl_ratio is None else args.max_itl_ratio,
         max_gap_ms=MAX_GAP_MS if args.max_gap_ms is None else args.max_gap_ms,
-        has_prefix_cache=config.prefix_cache,
         max_engine_restarts=(MAX_ENGINE_RESTARTS if args.max_engine_restarts is None else args.max_engine_restarts),
         engine_timeout=ENGINE_TIMEOUT if args.engine_timeout is None else args.engine_timeout,
         has_spare_engine=args.spare_engine is not False,
