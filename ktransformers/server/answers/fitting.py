@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from ktransformers.errors import ContextLengthError, FieldError
 from ktransformers.media.picture import ReadPicture
 from ktransformers.server.answers.prompts import Prompt, chat_prompt
-from ktransformers.server.answers.requests import ChatRequest, Conversation, Message, TextRequest
+from ktransformers.server.answers.requests import AnswerRequest, ChatRequest, Conversation, Message, TextRequest
 from ktransformers.server.service import Service
 from ktransformers.tokenizer.shortening import prompt_room, shorten
 
-__all__ = ["Fitted", "fitted_chat", "fitted_text", "in_words_of"]
+__all__ = ["Fitted", "fitted_chat", "fitted_text", "in_words_of", "most_tokens"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,11 @@ def in_words_of(service: Service, what: str = "prompt", *, has_answer: bool = Tr
 
 NoteChanges = Callable[[Sequence[str]], None]
 """See chat_prompt."""
+
+
+def most_tokens(service: Service, asked: AnswerRequest) -> int | None:
+    """Return the most tokens of an answer to this request; None: to the end of the context."""
+    return service.max_tokens(asked.sampling.get("max_tokens"), asked.default_max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +59,7 @@ def fitted_chat(service: Service, asked: ChatRequest, note_changes: NoteChanges)
         is_dropping = service.config.drops_oldest
     if not is_dropping and conversation.max_prompt_len is None:
         return Fitted(_prompt(service, conversation, max_len, note_changes))
-    sampling = asked.sampling
-    room = prompt_room(max_len, service.max_tokens(sampling.max_tokens, sampling.default_max_tokens))
+    room = prompt_room(max_len, most_tokens(service, asked))
     limits = [room, max_len - 1]  # room for an answer is wanted, not needed
     if conversation.max_prompt_len is not None:
         limits = [min(room, conversation.max_prompt_len)]
@@ -131,6 +135,5 @@ def fitted_text(service: Service, asked: TextRequest, prompt: str | Sequence[int
         return tokenizer.encode(prompt, max_len=max_len) if isinstance(prompt, str) else prompt
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     if wanted < 0:
-        sampling = asked.sampling
-        wanted = prompt_room(max_len, service.max_tokens(sampling.max_tokens, sampling.default_max_tokens))
+        wanted = prompt_room(max_len, most_tokens(service, asked))
     return ids[-wanted:]

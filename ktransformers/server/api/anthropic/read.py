@@ -22,7 +22,6 @@ from ktransformers.server.answers.requests import (
     Message,
     Part,
     PastCall,
-    Sampling,
     Tool,
     ToolChoice,
     joined,
@@ -353,28 +352,12 @@ def read_chat(body: MessagesBody, reading: Reading) -> ChatRequest:
     """Return the request for an answer to a conversation that was read before. max_tokens 0 computes one token all the
     same.
     """
-    is_greedy = body.top_p == 0
-    sampling = Sampling(
-        temperature=0.0 if is_greedy else body.temperature,
-        top_p=None if is_greedy else body.top_p,
-        **body.cuts,
-        repetition_penalty=body.repetition_penalty,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        ignore_eos=body.ignore_eos,
-        seed=body.seed,
-        max_tokens=max(body.max_tokens, 1),
-        stop=tuple(body.stop_sequences or ()),
-        constraint=_constraint(body),
-        max_drafts=body.max_drafts,
-    )
     return ChatRequest(
         id=f"msg_{secrets.token_hex(12)}",
         model=body.model,
-        sampling=sampling,
-        priority=body.priority or 0,
-        timeout=body.timeout,
-        cache_salt=body.cache_salt or "",
+        sampling=body.sampling(max_tokens=max(body.max_tokens, 1), stop=body.stop_sequences),
+        constraint=_constraint(body),
+        **body.scheduling,
         is_prompt_only=body.max_tokens == 0,
         conversation=reading.conversation,
         tool_choice=_tool_choice(body),

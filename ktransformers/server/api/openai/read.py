@@ -18,7 +18,6 @@ from ktransformers.server.answers.requests import (
     Conversation,
     Message,
     PastCall,
-    Sampling,
     TextRequest,
     Tool,
     ToolChoice,
@@ -168,34 +167,30 @@ def _check_named(names: Iterable[str], tools: Sequence[Tool], field: str) -> Non
             raise FieldError(f"{field}: there is no tool {name!r} among the tools", field)
 
 
-def _sampling(fields: GenerationFields, max_tokens: int | None, **more: int | None) -> Sampling:
-    """more: fields of Sampling that the two routes spell differently.
+def _answer(body: GenerationFields, max_tokens: int | None, **more: int | None) -> dict[str, Any]:
+    """Fields of AnswerRequest. more: of SamplingParams, which the two routes spell differently.
 
-    top_p 0 leaves the likeliest token alone, which is what temperature 0 does. max_tokens 0 computes one token all the
-    same: it shows what the model says of the prompt.
+    max_tokens 0 computes one token all the same: it shows what the model says of the prompt.
     """
-    is_greedy = fields.top_p == 0
-    return Sampling(
-        temperature=0.0 if is_greedy else fields.temperature,
-        top_p=1.0 if is_greedy else fields.top_p,
-        **fields.cuts,
-        repetition_penalty=fields.repetition_penalty,
-        presence_penalty=fields.presence_penalty,
-        frequency_penalty=fields.frequency_penalty,
-        ignore_eos=fields.ignore_eos,
-        seed=fields.seed,
+    sampling = body.sampling(
         max_tokens=None if max_tokens is None else max(max_tokens, 1),
-        min_tokens=fields.min_tokens or 0,
-        stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
-        include_stop=bool(fields.include_stop_str_in_output),
-        skip_special_tokens=fields.skip_special_tokens is not False,
-        stop_token_ids=tuple(fields.stop_token_ids or ()),
-        allowed_token_ids=None if fields.allowed_token_ids is None else tuple(fields.allowed_token_ids),
-        logit_bias={int(key): value for key, value in (fields.logit_bias or {}).items()},
-        constraint=constraint_of(fields.constraint_fields()),
-        max_drafts=fields.max_drafts,
+        min_tokens=body.min_tokens,
+        stop=body.stop,
+        include_stop_str_in_output=body.include_stop_str_in_output,
+        skip_special_tokens=body.skip_special_tokens,
+        stop_token_ids=body.stop_token_ids,
+        allowed_token_ids=body.allowed_token_ids,
+        logit_bias={int(key): value for key, value in (body.logit_bias or {}).items()},
         **more,
     )
+    return {
+        "model": body.model,
+        "sampling": sampling,
+        "constraint": constraint_of(body.constraint_fields()),
+        "prediction": body.predicted_text,
+        "is_prompt_only": max_tokens == 0,
+        **body.scheduling,
+    }
 
 
 def _overflow(truncate_prompt_tokens: int | None) -> dict[str, Any]:
@@ -214,14 +209,8 @@ def chat_request(body: ChatBody) -> ChatRequest:
     tools = _allowed(body, _tools(body.tools) if body.functions is None else _functions(body.functions))
     return ChatRequest(
         id=new_id("chatcmpl"),
-        model=body.model,
-        sampling=_sampling(body, max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None),
+        **_answer(body, max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None),
         n=body.n or 1,
-        priority=body.priority or 0,
-        timeout=body.timeout,
-        cache_salt=body.cache_salt or "",
-        prediction=body.predicted_text,
-        is_prompt_only=max_tokens == 0,
         conversation=Conversation(
             messages=_messages(body.messages, altered.append),
             altered=altered,
@@ -273,21 +262,15 @@ def text_request(body: CompletionBody) -> TextRequest:
     is_chosen = body.num_computed > (body.n or 1)
     return TextRequest(
         id=new_id("cmpl"),
-        model=body.model,
-        sampling=_sampling(
+        **_answer(
             body,
             body.max_tokens,
-            default_max_tokens=DEFAULT_MAX_TOKENS,
             logprobs=body.logprobs or 0 if is_chosen else body.logprobs,
             prompt_logprobs=body.logprobs if body.echo else None,
         ),
+        default_max_tokens=DEFAULT_MAX_TOKENS,
         n=body.num_computed,
-        priority=body.priority or 0,
-        timeout=body.timeout,
-        cache_salt=body.cache_salt or "",
-        prediction=body.predicted_text,
         prompts=_prompts(body),
         has_echo=bool(body.echo),
-        is_prompt_only=body.max_tokens == 0,
         max_prompt_len=body.truncate_prompt_tokens,
     )

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from ktransformers.server.answers.tool_choices import read_choice
+from ktransformers.server.api.field_types import Whole
 from ktransformers.server.api.openai.schemas.generation import GenerationFields
 from ktransformers.server.api.openai.schemas.messages import (
     AllowedToolsChoice,
@@ -16,7 +17,6 @@ from ktransformers.server.api.openai.schemas.messages import (
     NamedFunction,
     NamedTool,
 )
-from ktransformers.server.api.whole_numbers import Whole
 
 __all__ = ["ChatBody"]
 

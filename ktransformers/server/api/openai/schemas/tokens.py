@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, WrapValidator, model_validator
 
-from ktransformers.server.api.openai.schemas.base import Body, TokenId, quick_ids
+from ktransformers.server.api.field_types import TokenId, Whole, quick_ids
+from ktransformers.server.api.openai.schemas.base import Body
 from ktransformers.server.api.openai.schemas.messages import ChatMessage, ChatTool
-from ktransformers.server.api.whole_numbers import Whole
 
 __all__ = ["DetokenizeBody", "TokenizeBody"]
 
