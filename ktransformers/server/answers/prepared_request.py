@@ -18,7 +18,6 @@ from ktransformers.server.answers.events import AnswerFinished, AnswerStep
 from ktransformers.server.answers.fitting import fitted_chat, fitted_text, in_words_of, most_tokens
 from ktransformers.server.answers.forced import forced_calls, reason_of_refusal
 from ktransformers.server.answers.generations import run_generations
-from ktransformers.server.answers.one_call import OneCall
 from ktransformers.server.answers.prompts import Prompt, template_kwargs
 from ktransformers.server.answers.requests import AnswerRequest, ChatRequest, TextRequest
 from ktransformers.server.backend.base import GenerationRequest
@@ -160,9 +159,10 @@ def _chat(
         tokenizer.answer_parser(prompt_ids, schemas, continues_reasoning=inside, is_forced=is_forced)
         for _ in range(asked.n)
     )
-    choices: list[Choice] = [ChatChoice(parser, f"{asked.id}-{index}") for index, parser in enumerate(parsers)]
-    if asked.tool_choice.max_calls is not None and not asked.tool_choice.is_required:  # whose grammar says it
-        choices = [OneCall(choice) for choice in choices]
+    is_single = asked.tool_choice.max_calls is not None and not is_forced  # whose grammar says it
+    choices: list[Choice] = [
+        ChatChoice(parser, f"{asked.id}-{index}", is_single=is_single) for index, parser in enumerate(parsers)
+    ]
     return [fitted.prompt], choices, fitted.num_dropped
 
 

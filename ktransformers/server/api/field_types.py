@@ -1,13 +1,23 @@
-"""Types of fields that the bodies of several dialects have: whole numbers, texts, stop strings, token ids, times."""
+"""Types of fields that the bodies of several dialects have: whole numbers, texts, stop strings, token ids, choices."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat, ValidatorFunctionWrapHandler
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    FiniteFloat,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+)
+
+from ktransformers.server.answers.tool_choices import AskedChoice, read_choice
 
 __all__ = [
     "MAX_ID",
+    "Choice",
     "Penalty",
     "Seconds",
     "Stop",
@@ -68,6 +78,13 @@ def quick_ids(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     return value if are_ids(value) else handler(value)
 
 
+def _choice(value: object) -> AskedChoice:
+    asked = value if isinstance(value, AskedChoice) else read_choice(value)
+    if asked is None:
+        raise ValueError("it must be auto, none or required, or name a tool")
+    return asked
+
+
 Whole = Annotated[int, BeforeValidator(_whole)]
 """An int, or a float that is one."""
 
@@ -78,3 +95,7 @@ Stop = Annotated[
 TokenId = Annotated[Whole, Field(ge=0, le=MAX_ID)]
 Seconds = Annotated[FiniteFloat, Field(gt=0, le=1e6)]
 Penalty = Annotated[FiniteFloat, Field(ge=-2, le=2)]
+Choice = Annotated[
+    AskedChoice, BeforeValidator(_choice), WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]})
+]
+"""Which tools are called, in any program's words."""

@@ -20,8 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from ktransformers.server.answers.tool_choices import read_choice
-from ktransformers.server.api.field_types import Whole, few_stops
+from ktransformers.server.api.field_types import Choice, Whole, few_stops
 from ktransformers.server.api.picture_parts import sent_pictures
 from ktransformers.server.api.sampling_fields import SamplingFields, SchedulingFields
 
@@ -43,7 +42,6 @@ __all__ = [
     "TextBlock",
     "Thinking",
     "ThinkingBlock",
-    "ToolChoice",
     "ToolDefinition",
     "ToolReferenceBlock",
     "ToolResultBlock",
@@ -236,9 +234,7 @@ class ToolResultBlock(_Part):
 
     type: Literal["tool_result"]
     tool_use_id: str | None = None
-    content: Annotated[_ResultBlocks, BeforeValidator(_blocks, json_schema_input_type=str | _ResultBlocks)] | None = (
-        None
-    )
+    content: ResultContent | None = None
     is_error: bool | None = None
 
 
@@ -286,31 +282,6 @@ class ToolDefinition(_Part):
         function = data["function"] if isinstance(data.get("function"), dict) else data
         schema = function.get("parameters")
         return function | {"type": "custom", "input_schema": {"type": "object"} if schema is None else schema}
-
-
-class ToolChoice(_Part):
-    """Setting of whether the model calls tools, and which ones. disable_parallel_tool_use: one call at most. allowed:
-    of these only.
-    """
-
-    type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
-    disable_parallel_tool_use: bool | None = None
-    allowed: list[str] | None = None
-
-
-def _as_choice(value: Any) -> Any:
-    """Anthropic's words for what any program calls it; what nobody says is left for the error."""
-    asked = read_choice(value)
-    if asked is None or isinstance(value, ToolChoice):
-        return value
-    made: dict[str, Any] = {"type": {"required": "any"}.get(asked.mode, asked.mode)}
-    if asked.name is not None:
-        made |= {"type": "tool", "name": asked.name}
-    if asked.allowed is not None:
-        made["allowed"] = list(asked.allowed)
-    single = value.get("disable_parallel_tool_use") if isinstance(value, dict) else None
-    return made if single is None else made | {"disable_parallel_tool_use": single}
 
 
 class Thinking(_Part):
@@ -387,7 +358,7 @@ class ConversationBody(BaseModel):
     messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)]
     system: TextBlocks | None = None
     tools: Annotated[list[ToolDefinition], Field(fail_fast=True)] | None = None
-    tool_choice: Annotated[ToolChoice, BeforeValidator(_as_choice, json_schema_input_type=ToolChoice)] | None = None
+    tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
