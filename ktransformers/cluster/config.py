@@ -113,7 +113,6 @@ class ClusterArgs(_Args):
         """Return the config that each replica's BalanceServeInterface is started with. Raises ConfigError."""
         return BalanceConfig(
             engine=self.engine,
-            has_prefix_cache=self.engine.prefix_cache,
             log_level=self.log_level,
             **self.batch.model_dump(),
         )

@@ -22,6 +22,7 @@ import torch
 from PIL import Image
 
 from ktransformers.errors import ConfigError, reason_of
+from ktransformers.media.limits import MAX_PIXELS
 from ktransformers.media.torchvision import prepare_torchvision
 
 __all__ = ["Processed", "Processor"]
@@ -72,6 +73,7 @@ class Processor:
         with _quiet():
             self._processor = _load(folder)
             self._record = _Record(self._processor.tokenizer)
+        bound_squares(self._processor.image_processor)
         placeholder = getattr(self._processor, "image_token", None)
         if not isinstance(placeholder, str) or not placeholder:
             raise ConfigError(f"{type(self._processor).__name__} in {folder} names no token for pictures")
@@ -98,7 +100,6 @@ class Processor:
                 )
         except Exception as error:  # whatever a processor does with a picture of a shape that it was not made for
             width, height = image.size
-            # Some make a square of each picture first.
             is_large = isinstance(error, MemoryError)
             reason = "it takes too much memory; make it smaller, or less narrow" if is_large else reason_of(error)
             raise ConfigError(
@@ -151,6 +152,23 @@ class Processor:
             less = {**given, **{name: min(edge, low) for name, edge in given.items() if "_edge" in name}}
             made |= {"size": less} if less != given else {}
         return made
+
+
+def bound_squares(image_processor: Any) -> None:
+    """Have an image processor raise MemoryError in place of padding a picture to a square of more than MAX_PIXELS.
+
+    That takes minutes, and some do it before they make the picture smaller.
+    """
+    kind = type(image_processor)
+
+    def pad_to_square(self: object, images: Any, *args: Any, **kwargs: Any) -> Any:
+        if max(images.shape) ** 2 > MAX_PIXELS:
+            raise MemoryError
+        return kind.pad_to_square(self, images, *args, **kwargs)
+
+    if hasattr(kind, "pad_to_square"):  # the names go into digests of pictures
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        image_processor.__class__ = type(kind.__name__, (kind,), {**names, "pad_to_square": pad_to_square})
 
 
 class _Record:

@@ -7,7 +7,7 @@ it, `answers` prepares it, and a backend (`backend`, with the processes in `bala
 `admission.py` counts answers in, by key; `ongoing.py` has each request by its ids while it is in; `event_log.py` and
 `journal` keep streams.
 
-    body ── api/DIALECT reads ──> ChatRequest ── prepare ──> Job ── steps ──> AnswerStep ── Writer ──> bytes
+    body ── api/DIALECT reads ──> ChatRequest ── prepare ──> PreparedRequest ── steps ──> AnswerStep ── Writer ──> bytes
 
 `utils` makes the backend that a name means. `http` has what requests share below any route (paths, hosts, keys,
 fields), `sockets` what the kernel knows of connections. `multi_model` serves several models at one address, in front

@@ -12,6 +12,7 @@ import re
 import signal
 import socket
 import ssl
+import sys
 from asyncio.sslproto import SSLProtocol
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -103,18 +104,23 @@ class _Protocol(H11Protocol):
         self._watch()
 
     def send_400_response(self, msg: str) -> None:
-        """Close a connection whose data is no HTTP, with a 400 where no answer has begun."""
+        """Close a connection whose data is no HTTP with a 400, or whose head is too large with a 431, where no answer
+        has begun. Called where the exception that says so is handled.
+        """
         if self.transport.is_closing():
             return
+        is_large = getattr(sys.exception(), "error_status_hint", 0) == 431
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             if self.cycle is not None and not self.cycle.response_complete:
                 self.cycle.disconnected = True  # the route that waits for the body ends, and its answer goes nowhere
                 self.cycle.message_event.set()
             else:  # a request that has begun is counted and logged elsewhere
-                self._refusals.count(400)
+                self._refusals.count(431 if is_large else 400)
                 host, port = self.client or ("unknown", 0)
-                logger.info("%s:%d 400: what came is no HTTP request", host, port)
-            self.transport.write(_NO_HTTP)  # not through h11, which knows no answer to half a request, or to HEAD
+                why = "431: the request's head is too large" if is_large else "400: what came is no HTTP request"
+                logger.info("%s:%d %s", host, port, why)
+            # Not through h11, which knows no answer to half a request, or to HEAD.
+            self.transport.write(_LARGE_HEAD if is_large else _NO_HTTP)
             self.transport.close()
         elif self.cycle is None or self.cycle.response_complete:
             self.transport.close()
@@ -196,15 +202,18 @@ class _Tls(SSLProtocol):
         super().connection_lost(exc)
 
 
-_NO_ROOM = (
-    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/plain\r\nContent-Length: 31\r\nRetry-After: 1\r\n"
-    b"Connection: close\r\n\r\ntoo many connections are open.\n"
-)
+def _plain(status: str, text: str, more: str = "") -> bytes:
+    """A whole response, for connections that get no other."""
+    head = f"HTTP/1.1 {status}\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: {len(text)}\r\n{more}"
+    return f"{head}Connection: close\r\n\r\n{text}".encode()
 
 
-_NO_HTTP = (
-    b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: 30\r\n"
-    b"Connection: close\r\n\r\nInvalid HTTP request received."
+_MAX_HEAD = 64 << 10
+_NO_ROOM = _plain("503 Service Unavailable", "too many connections are open.\n", "Retry-After: 1\r\n")
+_NO_HTTP = _plain("400 Bad Request", "Invalid HTTP request received.")
+_LARGE_HEAD = _plain(
+    "431 Request Header Fields Too Large",
+    f"the request's line and headers are longer than the {_MAX_HEAD >> 10} KiB that this server takes\n",
 )
 
 
@@ -291,7 +300,7 @@ def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=5,
-        h11_max_incomplete_event_size=64 << 10,
+        h11_max_incomplete_event_size=_MAX_HEAD,
         ssl_keyfile=None if config.ssl_keyfile is None else str(config.ssl_keyfile),
         ssl_certfile=None if config.ssl_certfile is None else str(config.ssl_certfile),
     )

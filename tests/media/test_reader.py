@@ -14,12 +14,13 @@ import pytest
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 
 from ktransformers.errors import ConfigError
 from ktransformers.media import reader as reader_module
 from ktransformers.media.decoding import decode
 from ktransformers.media.picture import ReadPicture, media_items, with_media_ids
-from ktransformers.media.processing import Processor
+from ktransformers.media.processing import Processor, bound_squares
 from ktransformers.media.reader import ChildReader, key_of
 from ktransformers.media.store import PictureStore
 from tests.support.pictures.folders import FAMILIES, write_folder
@@ -215,6 +216,18 @@ def test_what_the_processor_has_no_memory_for(folder: Path, monkeypatch: pytest.
     monkeypatch.setattr(processor, "_processor", pad)
     with pytest.raises(ConfigError, match="picture of 1 x 9 pixels: it takes too much memory; make it smaller"):
         processor.process(Image.new("RGB", (1, 9)), "auto")
+
+
+def test_no_square_is_made_of_a_long_and_narrow_picture() -> None:
+    plain, bounded = (LlavaImageProcessorPil(do_pad=True, size={"shortest_edge": 8}) for _ in range(2))
+    bound_squares(bounded)
+    small = Image.frombytes("RGB", (9, 5), os.urandom(9 * 5 * 3))
+    wanted, made = (one(small, return_tensors="np")["pixel_values"] for one in (plain, bounded))
+    assert (made == wanted).all()
+    assert bounded.to_json_string() == plain.to_json_string()
+    assert type(bounded).__qualname__ == type(plain).__qualname__
+    with pytest.raises(MemoryError):
+        bounded(Image.new("RGB", (1, 1 << 15)))
 
 
 def test_a_folder_without_a_processor(tmp_path: Path) -> None:

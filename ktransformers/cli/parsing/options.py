@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ __all__ = [
     "add_toggle",
     "check_disk_size",
     "engine_config",
+    "given_flags",
     "given_sampling",
     "model_files",
     "positive_numbers",
@@ -338,15 +340,23 @@ def add_template_flags(group: argparse._ActionsContainer) -> None:
     )
 
 
+def given_flags(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Return the values of the flags of these names, without those that the command lacks or that nobody gave.
+
+    A field of a configuration that has the name of a flag is set by it, and by nothing else.
+    """
+    values = {name: getattr(args, name, None) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """Return the configuration that MODEL and the flags ask for, not resolved yet.
 
     Flags that a command lacks are defaults.
     Raises ConfigError when they contradict each other, and for a MODEL that there is not.
     """
-    names = [one.name for one in fields(EngineConfig) if hasattr(args, one.name)]
     model_path, gguf_path = model_files(args)
-    config = EngineConfig(**{name: getattr(args, name) for name in names if getattr(args, name) is not None})
+    config = EngineConfig(**given_flags(args, (one.name for one in fields(EngineConfig))))
     draft_model = _located(args, "draft_model")
     config = replace(config, model_path=model_path, gguf_path=gguf_path, draft_model=draft_model)
     _check_architecture(getattr(args, "architectures", None), model_path)

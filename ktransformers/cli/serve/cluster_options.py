@@ -6,6 +6,7 @@ import argparse
 import re
 from typing import TYPE_CHECKING, Any
 
+from ktransformers.cli.parsing.options import given_flags
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.system.cores import usable_cores
 
@@ -83,7 +84,7 @@ def cluster_args(args: argparse.Namespace, engine: EngineConfig, server: ServerC
     from ktransformers.cluster.config import BatchArgs, ClusterArgs, ReplicaArgs
 
     least, most = _count(args.replicas or "1")
-    given: dict[str, Any] = {
+    replica: dict[str, Any] = {
         "cpus": _share(most * max(engine.pipeline, 1))
         if args.replica_cpus is None and args.cluster == LOCAL
         else args.replica_cpus,
@@ -94,27 +95,17 @@ def cluster_args(args: argparse.Namespace, engine: EngineConfig, server: ServerC
         "max_imbalance": args.replica_imbalance,
         "drain_seconds": args.replica_drain_seconds,
     }
-    batch: dict[str, Any] = {
-        "page_size": args.page_size,
-        "max_batch_size": args.max_batch_size,
-        "max_itl_ratio": args.max_itl_ratio,
-        "max_gap_ms": args.max_gap_ms,
-        "max_engine_restarts": args.max_engine_restarts,
-        "engine_timeout": args.engine_timeout,
-        "has_spare_engine": args.spare_engine,
-    }
+    batch = given_flags(args, BatchArgs.model_fields)
+    if args.spare_engine is not None:
+        batch["has_spare_engine"] = args.spare_engine
     made = ClusterArgs(
         engine=engine,
         server=server,
-        batch=BatchArgs(**_given(batch)),
-        replicas=ReplicaArgs(least=least, most=most, **_given(given)),
+        batch=BatchArgs(**batch),
+        replicas=ReplicaArgs(least=least, most=most, **{name: one for name, one in replica.items() if one is not None}),
         log_level=args.log_level,
     )
     return made.checked()
-
-
-def _given(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _count(text: str) -> tuple[int, int]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
-from ktransformers.cli.parsing.options import check_disk_size, given_sampling
+from ktransformers.cli.parsing.options import check_disk_size, given_flags, given_sampling
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.hub.locate import title_of
-from ktransformers.scheduler.config import MAX_GAP_MS, MAX_ITL_RATIO
 from ktransformers.server.utils.create_interface import BACKENDS, create_interface, interface_class
 from ktransformers.system.restart_policy import MAX_DEATHS
 
@@ -97,41 +96,25 @@ def server_config(args: argparse.Namespace, config: EngineConfig) -> ServerConfi
             "priority= in --api_key_file has no effect: the %s backend serves by order of arrival", args.backend_type
         )
 
-    return ServerConfig(
-        host=args.host[1:-1] if args.host.startswith("[") and args.host.endswith("]") else args.host,
-        port=args.port,
-        model_names=model_names(args, config),
-        api_keys=tuple(keys),
-        key_limits=keys,
-        listed_names=listed_names(args),
-        cors_origins=tuple(args.cors_origins),
-        allowed_hosts=_names(args.allowed_hosts),
-        ssl_keyfile=args.ssl_keyfile,
-        ssl_certfile=args.ssl_certfile,
-        sampling=given_sampling(args),
-        max_new_tokens=args.max_new_tokens,
-        is_strict_on_names=args.strict_model_name,
-        is_strict_on_fields=args.strict_requests,
-        reads_special_tokens=args.special_tokens_in_content,
-        force_think=args.force_think,
-        max_images=args.max_images,
-        ignores_images=args.ignore_images,
-        image_hosts=_names(args.allowed_image_hosts),
-        drops_oldest=args.context_overflow == "drop",
-        web=args.web,
-        tool_format=args.tool_format,
-        max_queue=args.max_queue,
-        max_queue_per_key=args.max_queue_per_key,
-        responses_store=args.responses_store << 20,
-        max_suspended=args.max_suspended,
-        max_keep_seconds=args.max_keep_seconds,
-        kept_streams=args.kept_streams << 20,
-        state_dir=args.state_dir,
-        request_timeout=args.request_timeout,
-        drain_seconds=args.drain_seconds,
-        ping_seconds=args.ping_seconds,
-        otlp_traces_endpoint=args.otlp_traces_endpoint,
-    )
+    more = {
+        "host": args.host[1:-1] if args.host.startswith("[") and args.host.endswith("]") else args.host,
+        "model_names": model_names(args, config),
+        "api_keys": tuple(keys),
+        "key_limits": keys,
+        "listed_names": listed_names(args),
+        "cors_origins": tuple(args.cors_origins),
+        "allowed_hosts": _names(args.allowed_hosts),
+        "sampling": given_sampling(args),
+        "is_strict_on_names": args.strict_model_name,
+        "is_strict_on_fields": args.strict_requests,
+        "reads_special_tokens": args.special_tokens_in_content,
+        "ignores_images": args.ignore_images,
+        "image_hosts": _names(args.allowed_image_hosts),
+        "drops_oldest": args.context_overflow == "drop",
+        "responses_store": args.responses_store << 20,
+        "kept_streams": args.kept_streams << 20,
+    }
+    return ServerConfig(**given_flags(args, (one.name for one in fields(ServerConfig))) | more)
 
 
 def _profile_config(args: argparse.Namespace) -> ProfileConfig:
@@ -163,14 +146,7 @@ def _balance_config(args: argparse.Namespace, config: EngineConfig) -> BalanceCo
 
     return BalanceConfig(
         engine=config,
-        page_size=PAGE_SIZE if args.page_size is None else args.page_size,
-        max_batch_size=MAX_BATCH_SIZE if args.max_batch_size is None else args.max_batch_size,
-        max_itl_ratio=MAX_ITL_RATIO if args.max_itl_ratio is None else args.max_itl_ratio,
-        max_gap_ms=MAX_GAP_MS if args.max_gap_ms is None else args.max_gap_ms,
-        has_prefix_cache=config.prefix_cache,
-        max_engine_restarts=(MAX_ENGINE_RESTARTS if args.max_engine_restarts is None else args.max_engine_restarts),
-        engine_timeout=ENGINE_TIMEOUT if args.engine_timeout is None else args.engine_timeout,
         has_spare_engine=args.spare_engine is not False,
-        log_level=args.log_level,
         has_traces=args.otlp_traces_endpoint is not None,
+        **given_flags(args, (one.name for one in fields(BalanceConfig))),
     )

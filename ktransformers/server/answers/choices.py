@@ -78,11 +78,13 @@ def _is_cut(event: TokenEvent) -> bool:
 class ChatChoice(Choice):
     """Splits a chat answer's text into reasoning, text and tool calls, as `parser` finds them.
 
-    id: of the answer, which the ids of its calls are made of, so that a replayed answer has the same ones.
+    id: of the answer, which the ids of its calls are made of, so that a replayed answer has the same ones. is_single:
+    the answer ends where its first call does, and what the engine computes after that is not shown.
     """
 
-    def __init__(self, parser: AnswerParser, id: str = ""):
+    def __init__(self, parser: AnswerParser, id: str = "", *, is_single: bool = False):
         self._parser, self._id, self._is_cut = parser, id or new_id("answer"), False
+        self._is_single, self._is_over = is_single, False
         self._num_calls, self._is_inside = 0, False  # calls so far; whether the answer was cut inside of the last one
 
     def _split(self, text: str, is_last: bool, is_cut: bool) -> Iterator[AnswerEvent]:
@@ -90,6 +92,15 @@ class ChatChoice(Choice):
         self._is_cut = is_cut
         if is_last:
             yield from map(self._named, self._parser.flush(is_cut))
+
+    def _events(self, event: TokenEvent) -> Iterator[AnswerEvent]:
+        for one in () if self._is_over else super()._events(event):
+            yield one
+            # One that is cut is no end of its own: what cut it ends the answer.
+            if self._is_single and isinstance(one, ToolCallEnded) and (one.is_whole or event.finish_reason is None):
+                self._is_over = True
+                yield AnswerFinished(AnswerReason.TOOL_CALLS, None, event.stats)
+                return
 
     def _named(self, event: ParsedEvent) -> AnswerEvent:
         index = self._num_calls - 1

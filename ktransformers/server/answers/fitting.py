@@ -6,17 +6,33 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+
+from fastapi import Request
 
 from ktransformers.errors import ContextLengthError, FieldError
 from ktransformers.media.picture import ReadPicture
-from ktransformers.server.answers.prompts import Prompt, chat_prompt
-from ktransformers.server.answers.requests import ChatRequest, Conversation, Message, TextRequest
-from ktransformers.server.service import Service
+from ktransformers.server.answers.prompts import Prompt, chat_prompt, template_kwargs
+from ktransformers.server.answers.requests import AnswerRequest, ChatRequest, Conversation, Message, TextRequest
+from ktransformers.server.http.fields import note_ignored
+from ktransformers.server.service import Service, note_altered, note_unused, service_of
 from ktransformers.tokenizer.shortening import prompt_room, shorten
 
-__all__ = ["Fitted", "fitted_chat", "fitted_text", "in_words_of"]
+__all__ = [
+    "MAX_COUNTED",
+    "Fitted",
+    "counted_prompt",
+    "fitted_chat",
+    "fitted_text",
+    "in_words_of",
+    "most_tokens",
+    "served_prompt",
+]
 
 logger = logging.getLogger(__name__)
+
+MAX_COUNTED = 1 << 18
+"""Most tokens that are counted where the context is shorter: texts that will be cut are counted, too."""
 
 
 @contextmanager
@@ -31,6 +47,11 @@ def in_words_of(service: Service, what: str = "prompt", *, has_answer: bool = Tr
 
 NoteChanges = Callable[[Sequence[str]], None]
 """See chat_prompt."""
+
+
+def most_tokens(service: Service, asked: AnswerRequest) -> int | None:
+    """Return the most tokens of an answer to this request; None: to the end of the context."""
+    return service.max_tokens(asked.sampling.get("max_tokens"), asked.default_max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +75,7 @@ def fitted_chat(service: Service, asked: ChatRequest, note_changes: NoteChanges)
         is_dropping = service.config.drops_oldest
     if not is_dropping and conversation.max_prompt_len is None:
         return Fitted(_prompt(service, conversation, max_len, note_changes))
-    sampling = asked.sampling
-    room = prompt_room(max_len, service.max_tokens(sampling.max_tokens, sampling.default_max_tokens))
+    room = prompt_room(max_len, most_tokens(service, asked))
     limits = [room, max_len - 1]  # room for an answer is wanted, not needed
     if conversation.max_prompt_len is not None:
         limits = [min(room, conversation.max_prompt_len)]
@@ -109,16 +129,39 @@ def _size(message: Message) -> int:
 
 def _prompt(service: Service, conversation: Conversation, max_len: int, note_changes: NoteChanges) -> Prompt:
     changes: list[str] = []
-    made = chat_prompt(
-        service.model.tokenizer,
-        conversation,
-        max_len=max_len,
-        force_think=service.config.force_think,
-        reads_special_tokens=service.config.reads_special_tokens,
-        note_changes=changes.extend,
-    )
+    made = served_prompt(service, conversation, max_len, changes.extend)
     note_changes(changes)  # of what fits alone
     return made
+
+
+def served_prompt(
+    service: Service,
+    conversation: Conversation,
+    max_len: int | None = None,
+    note_changes: Callable[[Sequence[str]], None] | None = None,
+) -> Prompt:
+    """Return the prompt of a conversation as the operator has prompts; see chat_prompt.
+
+    max_len: where it is left out, as many tokens as are counted of conversations that no answer is asked for.
+    """
+    return chat_prompt(
+        service.model.tokenizer,
+        conversation,
+        max_len=max(service.model.max_len, MAX_COUNTED) if max_len is None else max_len,
+        force_think=service.config.force_think,
+        reads_special_tokens=service.config.reads_special_tokens,
+        note_changes=note_changes,
+    )
+
+
+def counted_prompt(request: Request, asked: Conversation) -> Prompt:
+    """Return the prompt of a conversation whose tokens are counted, and note for the response what of it has no effect
+    or another form.
+    """
+    service = service_of(request)
+    note_unused(request, template_kwargs(service.model.tokenizer, asked).ignored)
+    note_altered(request, asked.altered)
+    return served_prompt(service, asked, note_changes=partial(note_ignored, request.scope))
 
 
 def fitted_text(service: Service, asked: TextRequest, prompt: str | Sequence[int]) -> Sequence[int]:
@@ -131,6 +174,5 @@ def fitted_text(service: Service, asked: TextRequest, prompt: str | Sequence[int
         return tokenizer.encode(prompt, max_len=max_len) if isinstance(prompt, str) else prompt
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     if wanted < 0:
-        sampling = asked.sampling
-        wanted = prompt_room(max_len, service.max_tokens(sampling.max_tokens, sampling.default_max_tokens))
+        wanted = prompt_room(max_len, most_tokens(service, asked))
     return ids[-wanted:]

@@ -15,12 +15,11 @@ from ktransformers.media.records import num_media_ids
 from ktransformers.server.answers.choices import ChatChoice, Choice, PromptChoice, TextChoice
 from ktransformers.server.answers.constraints import beside_tools, reasoning_of
 from ktransformers.server.answers.events import AnswerFinished, AnswerStep
-from ktransformers.server.answers.fitting import fitted_chat, fitted_text, in_words_of
+from ktransformers.server.answers.fitting import fitted_chat, fitted_text, in_words_of, most_tokens
 from ktransformers.server.answers.forced import forced_calls, reason_of_refusal
 from ktransformers.server.answers.generations import run_generations
-from ktransformers.server.answers.one_call import OneCall
 from ktransformers.server.answers.prompts import Prompt, template_kwargs
-from ktransformers.server.answers.requests import DEFAULTED, AnswerRequest, ChatRequest, Sampling, TextRequest
+from ktransformers.server.answers.requests import AnswerRequest, ChatRequest, TextRequest
 from ktransformers.server.backend.base import GenerationRequest
 from ktransformers.server.service import Service
 from ktransformers.server.telemetry.request_metrics import RequestMetrics
@@ -160,16 +159,17 @@ def _chat(
         tokenizer.answer_parser(prompt_ids, schemas, continues_reasoning=inside, is_forced=is_forced)
         for _ in range(asked.n)
     )
-    choices: list[Choice] = [ChatChoice(parser, f"{asked.id}-{index}") for index, parser in enumerate(parsers)]
-    if asked.tool_choice.max_calls is not None and not asked.tool_choice.is_required:  # whose grammar says it
-        choices = [OneCall(choice) for choice in choices]
+    is_single = asked.tool_choice.max_calls is not None and not is_forced  # whose grammar says it
+    choices: list[Choice] = [
+        ChatChoice(parser, f"{asked.id}-{index}", is_single=is_single) for index, parser in enumerate(parsers)
+    ]
     return [fitted.prompt], choices, fitted.num_dropped
 
 
 def _texts(service: Service, asked: TextRequest) -> _PromptsAndChoices:
     model = service.model
     tokenizer = model.tokenizer
-    if asked.sampling.logprobs is not None and not tokenizer.has_vocabulary:
+    if asked.sampling.get("logprobs") is not None and not tokenizer.has_vocabulary:
         raise ConfigError("logprobs name tokens by their text, and this model's files hold no vocabulary")
     prompts: list[Prompt] = []
     choices: list[Choice] = []
@@ -183,7 +183,7 @@ def _texts(service: Service, asked: TextRequest) -> _PromptsAndChoices:
 
 def _rules(service: Service, asked: ChatRequest | TextRequest, prompt_ids: Sequence[int]) -> dict[str, Any]:
     """Fields of SamplingParams about what the answer must look like, and from where on."""
-    constraint = asked.sampling.constraint
+    constraint = asked.constraint
     if not isinstance(asked, ChatRequest):
         return {"constraint": constraint}
     tokenizer, conversation = service.model.tokenizer, asked.conversation
@@ -212,7 +212,7 @@ def _generations(
 
     Choice i of a request draws with seed + i, so that they differ and each can be repeated.
     """
-    params, seed, n = *_params(service, asked.sampling), asked.n
+    params, seed, n = *_params(service, asked), asked.n
     shared = [tuple(prompt.ids) for prompt in prompts]  # answers to one prompt hold the same object
     prediction_ids = _prediction_ids(service, asked.prediction)
     made = [
@@ -256,22 +256,8 @@ def _check(service: Service, asked: AnswerRequest, request: GenerationRequest) -
         raise
 
 
-def _params(service: Service, asked: Sampling) -> tuple[SamplingParams, int]:
+def _params(service: Service, asked: AnswerRequest) -> tuple[SamplingParams, int]:
     """Sampling as the request says, else as the operator does, else as the model's authors do; and the first seed."""
-    given = {name: getattr(asked, name) for name in (*DEFAULTED, "ignore_eos") if getattr(asked, name) is not None}
-    params = replace(
-        service.model.default_params,
-        **{**service.config.sampling, **given},
-        logit_bias=asked.logit_bias,
-        max_tokens=service.max_tokens(asked.max_tokens, asked.default_max_tokens),
-        min_tokens=asked.min_tokens,
-        stop=asked.stop,
-        include_stop_str_in_output=asked.include_stop,
-        skip_special_tokens=asked.skip_special_tokens,
-        stop_token_ids=asked.stop_token_ids,
-        allowed_token_ids=asked.allowed_token_ids,
-        logprobs=asked.logprobs,
-        prompt_logprobs=asked.prompt_logprobs,
-        max_drafts=asked.max_drafts,
-    )
-    return params, draw_seed() if asked.seed is None else asked.seed % (1 << 64)
+    given = {**service.config.sampling, **asked.sampling, "max_tokens": most_tokens(service, asked)}
+    params, seed = replace(service.model.default_params, **given), asked.sampling.get("seed")
+    return params, draw_seed() if seed is None else seed % (1 << 64)

@@ -13,11 +13,11 @@ from itertools import groupby
 from typing import Any
 
 from ktransformers.core import Constraint
+from ktransformers.engine.sequence.keywords import SamplingKeywords
 from ktransformers.errors import ConfigError
 from ktransformers.media.picture import ReadPicture
 
 __all__ = [
-    "DEFAULTED",
     "MAX_ANSWERS",
     "AnswerRequest",
     "ChatRequest",
@@ -25,7 +25,6 @@ __all__ = [
     "Conversation",
     "Message",
     "PastCall",
-    "Sampling",
     "TextRequest",
     "Tool",
     "ToolChoice",
@@ -59,58 +58,23 @@ def derived_id(prefix: str, of: str, number: int, joint: str = "-") -> str:
     return f"{prefix}{joint}{hashlib.blake2b(f'{of}/{number}'.encode(), digest_size=16).hexdigest()}"
 
 
-DEFAULTED = (
-    *("temperature", "top_p", "top_k", "min_p"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)
-"""Fields of Sampling about which tokens are drawn, which fall back on the operator's and the model's own."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """Settings of how answers are sampled. None: the request does not say, so the operator does, else the model's
-    authors.
-
-    Fields mean what they mean in SamplingParams. default_max_tokens: of the route, for requests that name no limit.
-    """
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    ignore_eos: bool | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    default_max_tokens: int | None = None
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    include_stop: bool = False
-    skip_special_tokens: bool = True
-    stop_token_ids: tuple[int, ...] = ()
-    allowed_token_ids: tuple[int, ...] | None = None
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    constraint: Constraint | None = None
-    max_drafts: int | None = None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerRequest:
     """The fields that all requests for answers share.
 
-    id: of the answer, spelled as the dialect does. model: the name that was asked for. n: answers per prompt. timeout:
-    seconds, priority: a smaller number is served earlier. cache_salt: prefixes are shared within the same salt only.
-    prediction: text that the client expects of the answer. is_prompt_only: nothing but the prompt is looked at; the one
-    token that is computed for that is not part of the answer.
+    id: of the answer, spelled as the dialect does. model: the name that was asked for. sampling: what the request says;
+    the operator says the rest, else the model's authors. default_max_tokens: of the route, for requests that name no
+    limit. constraint: what the answer must look like, as it was asked for. n: answers per prompt. timeout: seconds,
+    priority: a smaller number is served earlier. cache_salt: prefixes are shared within the same salt only. prediction:
+    text that the client expects of the answer. is_prompt_only: nothing but the prompt is looked at; the one token that
+    is computed for that is not part of the answer.
     """
 
     id: str
     model: str | None
-    sampling: Sampling
+    sampling: SamplingKeywords = field(default_factory=SamplingKeywords)
+    default_max_tokens: int | None = None
+    constraint: Constraint | None = None
     n: int = 1
     priority: int = 0
     timeout: float | None = None

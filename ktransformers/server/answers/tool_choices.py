@@ -14,11 +14,14 @@ Beside any of them `disable_parallel_tool_use` (Anthropic): one call at most.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["AskedChoice", "read_choice"]
+from ktransformers.errors import FieldError
+from ktransformers.server.answers.requests import Tool, ToolChoice
+
+__all__ = ["AskedChoice", "choose", "read_choice"]
 
 _WORDS = {
     "auto": "auto",
@@ -93,3 +96,23 @@ def _name(tool: Any) -> str | None:
             tool = tool[place]
     name = tool.get("name")
     return name if isinstance(name, str) and name else None
+
+
+def choose(
+    asked: AskedChoice | None, tools: Sequence[Tool], *, is_single: bool = False, field: str = "tool_choice"
+) -> tuple[list[Tool], ToolChoice]:
+    """Return the tools that a choice leaves, the only ones that the model is shown, and how many of them are called.
+
+    is_single: one call at most, whatever the choice says. field: that it came in. Raises FieldError for a tool that is
+    not among them, and for a call that is required of none.
+    """
+    asked = asked or AskedChoice("auto")
+    known = {tool.name for tool in tools}
+    for name in (*(asked.allowed or ()), *(() if asked.name is None else (asked.name,))):
+        if name not in known:
+            raise FieldError(f"{field}: there is no tool {name[:100]!r} among the tools", field)
+    if asked.mode == "required" and not tools:
+        raise FieldError(f"{field}: a call is required, and there are no tools", field)
+    left = [tool for tool in tools if asked.mode != "none" and (asked.allowed is None or tool.name in asked.allowed)]
+    max_calls = 1 if left and (is_single or asked.is_single) else None
+    return left, ToolChoice(is_required=asked.mode == "required", name=asked.name, max_calls=max_calls)

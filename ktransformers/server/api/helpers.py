@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from ktransformers import __version__
 from ktransformers.core import SamplingParams
-from ktransformers.server.answers.requests import DEFAULTED
+from ktransformers.server.api.sampling_fields import DrawFields
 from ktransformers.server.api.status import state_of
 from ktransformers.server.backend.base import ModelInfo
 from ktransformers.server.responses import ApiResponse
@@ -71,7 +71,7 @@ async def server_info(request: Request) -> Response:
 def _sampling(service: Service) -> dict[str, Any]:
     """What requests get that name nothing."""
     params: SamplingParams = service.model.default_params
-    return {name: service.config.sampling.get(name, getattr(params, name)) for name in DEFAULTED}
+    return {name: service.config.sampling.get(name, getattr(params, name)) for name in DrawFields.model_fields}
 
 
 def _tokens(model: ModelInfo) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -11,47 +10,30 @@ from starlette.responses import Response
 
 from ktransformers.errors import ConfigError
 from ktransformers.media.records import is_media_id
+from ktransformers.server.answers.fitting import MAX_COUNTED, counted_prompt
 from ktransformers.server.answers.pictures import RequestPictures
-from ktransformers.server.answers.prompts import chat_prompt, template_kwargs
 from ktransformers.server.answers.requests import Conversation
 from ktransformers.server.api.openai.fields import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
 from ktransformers.server.api.openai.read import tokenized_conversation
 from ktransformers.server.api.openai.schemas import DetokenizeBody, TokenizeBody
 from ktransformers.server.backend.base import ModelInfo
 from ktransformers.server.bodies import body_route, body_size
-from ktransformers.server.http.fields import note_ignored
 from ktransformers.server.responses import ApiResponse
-from ktransformers.server.service import note_altered, note_unused, service_of
+from ktransformers.server.service import service_of
 
 __all__ = ["detokenize_router", "router"]
 
 router = APIRouter(route_class=body_route(TOKENIZE_FIELDS))
 detokenize_router = APIRouter(route_class=body_route(DETOKENIZE_FIELDS))
 
-MAX_TOKENS = 1 << 18
-"""Most tokens of an answer of /tokenize where the context is shorter: texts that will be cut are counted here."""
-
 
 def _tokens(request: Request, body: TokenizeBody, conversation: Conversation | None) -> Sequence[int]:
     """The prompt's tokens; a position of a picture has the one that its processor writes there, as in vLLM."""
-    service = service_of(request)
-    tokenizer, config = service.model.tokenizer, service.config
-    max_len = max(service.model.max_len, MAX_TOKENS)
+    model = service_of(request).model
     if conversation is None:
-        return tokenizer.encode(
-            body.prompt or "", add_special_tokens=body.add_special_tokens is not False, max_len=max_len
-        )
-    note_unused(request, template_kwargs(tokenizer, conversation).ignored)
-    note_altered(request, conversation.altered)
-    pictures = service.model.pictures
-    prompt = chat_prompt(
-        tokenizer,
-        conversation,
-        max_len=max_len,
-        force_think=config.force_think,
-        reads_special_tokens=config.reads_special_tokens,
-        note_changes=partial(note_ignored, request.scope),
-    )
+        max_len, has_special = max(model.max_len, MAX_COUNTED), body.add_special_tokens is not False
+        return model.tokenizer.encode(body.prompt or "", add_special_tokens=has_special, max_len=max_len)
+    pictures, prompt = model.pictures, counted_prompt(request, conversation)
     if pictures is None or not prompt.media:
         return prompt.ids
     position = min(pictures.position_token_ids)

@@ -12,13 +12,18 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from ktransformers.config import EngineConfig
 from ktransformers.core import EmbeddingForm, PastToken, Progress, SamplingParams, TokenEvent
 from ktransformers.engine.model.card import ModelCard
+from ktransformers.engine.model.opened import ModelDescription
 from ktransformers.engine.sampling.constraints import check_rules
+from ktransformers.engine.sequence.outputs import default_sampling_params
+from ktransformers.engine.step.hidden import embedding_form
 from ktransformers.errors import DeadlineError, KTransformersError, UnsupportedError
 from ktransformers.media.records import MediaItem, Sight
+from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.limits import Limits
 from ktransformers.server.backend.pictures import NO_TOWER, PictureSupport, ServedPictures
 from ktransformers.server.backend.profiler import Profiler
@@ -63,6 +68,42 @@ class ModelInfo:
     num_extra_ids: int = 0
     pictures: ServedPictures | None = field(default=None, compare=False, repr=False)
     no_pictures: str | None = NO_TOWER
+
+    @classmethod
+    def of(cls, described: ModelDescription, config: EngineConfig, **known: Any) -> ModelInfo:
+        """Return what the files of a model say of it. known: other fields, and those that differ once it is loaded."""
+        fields: dict[str, Any] = {
+            "tokenizer": described.tokenizer,
+            "vocab_size": described.vocab_size,
+            "eos_token_ids": described.eos_token_ids,
+            "default_params": default_sampling_params(described.generation_defaults, None),
+            "architecture": described.architecture,
+            "description": described.description,
+            "embeddings": embedding_form(described.card.pooling_type, config.model_path, config.gguf_path),
+            "card": described.card,
+        }
+        return cls(**(fields | known))
+
+    @classmethod
+    def loaded(
+        cls, described: ModelDescription, config: EngineConfig, scheduler: SchedulerConfig, **known: Any
+    ) -> ModelInfo:
+        """Return the facts of a loaded model, whose requests go through a scheduler with these limits. known: see
+        `of`.
+        """
+        limits = scheduler.limits
+        return cls.of(
+            described,
+            config,
+            max_len=limits.max_len,
+            is_models_limit=limits.is_models_limit,
+            max_drafts=scheduler.max_drafts,
+            drafter=scheduler.drafter,
+            max_picture_len=limits.max_picture_len,
+            picture_sight=limits.picture_sight,
+            num_extra_ids=limits.num_extra_ids,
+            **known,
+        )
 
     @property
     def modalities(self) -> list[str]:

@@ -8,11 +8,9 @@ from typing import Any
 import msgspec
 
 from ktransformers.config import EngineConfig
-from ktransformers.core import SNAPSHOT_ALIGN
-from ktransformers.media.records import Sight
 from ktransformers.profiling.messages import ProfileMeta
 from ktransformers.scheduler.commands import ProfileOff, ProfileOn, RequestCommand
-from ktransformers.scheduler.config import TierConfig
+from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.records import StepPlan
 from ktransformers.weights.digests.states import FileState
 
@@ -55,29 +53,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options with which the scheduler process is started. Those before parent_pid are SchedulerConfig's."""
+    """Options with which the scheduler process is started."""
 
-    num_pages: int
-    page_size: int
-    chunk_size: int
-    max_batch_size: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    max_model_len: int | None
-    has_prefix_cache: bool
-    num_states: int = 0
-    snapshot_interval: int = 0
-    num_stages: int = 1
-    snapshot_align: int = SNAPSHOT_ALIGN
-    tiers: TierConfig | None = None
-    max_itl_ratio: float = 0.0
-    max_gap_ms: float = 0.0
-    max_drafts: int = 0
-    drafter: str = "ngram"
-    long_chunk_size: int = 0
-    long_prompt: int = 0
-    picture_sight: Sight = Sight.NOTHING
-    num_extra_ids: int = 0
+    config: SchedulerConfig
     parent_pid: int
     commands: str
     news: str
@@ -114,32 +92,17 @@ EngineWork = StepPlan | Anew | ProfileOn | ProfileOff
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about the loaded model that the other processes have to know.
 
-    num_experts: of a layer, at most. expert_bytes: of one routed expert per layer on the CPU, added up. gpu_bytes: see
-    ModelCard. profiled: what profiles say of the model. num_states, snapshot_interval, tiers, num_stages, max_drafts,
-    drafter, long_chunk_size, long_prompt, picture_sight, num_extra_ids: see SchedulerConfig. digest, weights: see
-    ModelInfo. has_tower: whether the engine computes pictures.
+    scheduler: what a scheduler may count on; flags that the engine does not know are not in it yet. num_experts: of a
+    layer, at most. expert_bytes: of one routed expert per layer on the CPU, added up. gpu_bytes: see ModelCard.
+    profiled: what profiles say of the model. digest, weights: see ModelInfo. has_tower: whether the engine computes
+    pictures.
     """
 
-    num_pages: int
-    page_size: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    max_model_len: int | None
-    chunk_size: int  # most tokens of a step
+    scheduler: SchedulerConfig
     uses_gpus: bool = False
     num_experts: int = 0
     expert_bytes: float = 0.0
     gpu_bytes: int = 0
-    num_states: int = 0
-    snapshot_interval: int = 0
-    tiers: TierConfig | None = None
-    num_stages: int = 1
-    max_drafts: int = 0
-    drafter: str = "ngram"
-    long_chunk_size: int = 0
-    long_prompt: int = 0
-    picture_sight: Sight = Sight.NOTHING
-    num_extra_ids: int = 0
     has_tower: bool = False
     profiled: ProfileMeta | None = None
     digest: bytes = b""

@@ -20,8 +20,8 @@ def pinned(config: EngineConfig, facts: EngineFacts) -> EngineConfig:
     """
     return replace(
         config,
-        cache_lens=facts.num_pages * facts.page_size,
-        chunk_size=facts.chunk_size,
+        cache_lens=facts.scheduler.total_len,
+        chunk_size=facts.scheduler.chunk_size,
         use_cuda=facts.uses_gpus if config.use_cuda is None else config.use_cuda,
     )
 
@@ -31,11 +31,11 @@ def shortfall(first: EngineFacts, now: EngineFacts) -> str | None:
     can.
     """
     for name in ("num_pages", "chunk_size", "num_states"):
-        had, has = getattr(first, name), getattr(now, name)
+        had, has = getattr(first.scheduler, name), getattr(now.scheduler, name)
         if has < had:
             return f"{name} is {has}, and the scheduler counts on {had}"
     for name in ("page_size", "vocab_size", "eos_token_ids", "max_model_len", "tiers"):
-        had, has = getattr(first, name), getattr(now, name)
+        had, has = getattr(first.scheduler, name), getattr(now.scheduler, name)
         if has != had:
             return f"{name} is {has}, and was {had}"
     return None

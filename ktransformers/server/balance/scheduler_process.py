@@ -23,7 +23,6 @@ from ktransformers.scheduler.commands import (
     ProfileOff,
     ProfileOn,
 )
-from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.driver import SchedulerDriver
 from ktransformers.scheduler.records import StepResult
 from ktransformers.scheduler.scheduler import Scheduler
@@ -90,12 +89,6 @@ class EngineLink:
         self.results.close()
 
 
-def scheduler_config(options: SchedulerOptions) -> SchedulerConfig:
-    """Return the part of the options that is the scheduler's."""
-    names = SchedulerConfig.__dataclass_fields__
-    return SchedulerConfig(**{name: getattr(options, name) for name in names})
-
-
 class SchedulerProcess:
     """The loop of the scheduler process, see the module's docstring. clock: of deadlines, which the API process sets by
     the monotonic one.
@@ -109,7 +102,7 @@ class SchedulerProcess:
     ):
         self._context, self._clock = context, clock
         self.driver = SchedulerDriver(
-            scheduler_config(options),
+            options.config,
             clock,
             has_traces=options.has_traces,
             checks_integrity=options.checks_integrity,

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,6 @@ class BalanceConfig:
     max_batch_size: int = 16
     max_itl_ratio: float = MAX_ITL_RATIO
     max_gap_ms: float = MAX_GAP_MS
-    has_prefix_cache: bool = True
     log_level: str = "info"
     max_engine_restarts: int = 5
     engine_timeout: float = 300.0
@@ -208,26 +207,7 @@ class Supervisor:
     async def _start_scheduler(self, facts: EngineFacts) -> None:
         config = self._config
         options = SchedulerOptions(
-            num_pages=facts.num_pages,
-            page_size=facts.page_size,
-            chunk_size=facts.chunk_size,
-            max_batch_size=config.max_batch_size,
-            vocab_size=facts.vocab_size,
-            eos_token_ids=facts.eos_token_ids,
-            max_model_len=facts.max_model_len,
-            has_prefix_cache=config.has_prefix_cache,
-            num_states=facts.num_states,
-            snapshot_interval=facts.snapshot_interval,
-            num_stages=facts.num_stages,
-            max_drafts=facts.max_drafts,
-            drafter=facts.drafter,
-            long_chunk_size=facts.long_chunk_size,
-            long_prompt=facts.long_prompt,
-            picture_sight=facts.picture_sight,
-            num_extra_ids=facts.num_extra_ids,
-            tiers=facts.tiers,
-            max_itl_ratio=config.max_itl_ratio,
-            max_gap_ms=config.max_gap_ms,
+            config=replace(facts.scheduler, max_itl_ratio=config.max_itl_ratio, max_gap_ms=config.max_gap_ms),
             parent_pid=os.getpid(),
             commands=self._endpoint("commands"),
             news=self._endpoint("news"),

@@ -8,8 +8,6 @@ from ktransformers.config import EngineConfig
 from ktransformers.engine.api.pictures import as_served
 from ktransformers.engine.model.checks import check_tokenizer
 from ktransformers.engine.model.opened import describe_model, open_model
-from ktransformers.engine.sequence.outputs import default_sampling_params
-from ktransformers.engine.step.hidden import embedding_form
 from ktransformers.server.backend.base import ModelInfo
 from ktransformers.server.backend.pictures import why_text_only
 from ktransformers.server.multi_model.needs import ModelNeeds
@@ -24,15 +22,10 @@ def outline_of(config: EngineConfig, needs: ModelNeeds) -> ModelInfo:
     check_tokenizer(config)
     described = describe_model(open_model(as_served(config)))
     context_len = described.context_len
-    return ModelInfo(
-        tokenizer=described.tokenizer,
+    return ModelInfo.of(
+        described,
+        config,
         max_len=needs.cache_lens if context_len is None else min(needs.cache_lens, context_len),
-        vocab_size=described.vocab_size,
-        eos_token_ids=described.eos_token_ids,
-        default_params=default_sampling_params(described.generation_defaults, None),
-        architecture=described.architecture,
-        description=described.description,
-        embeddings=embedding_form(described.card.pooling_type, config.model_path, config.gguf_path),
         no_pictures=why_text_only(config),
         card=replace(described.card, gpu_bytes=sum(size for name, size in needs.nbytes.items() if name != "cpu")),
     )

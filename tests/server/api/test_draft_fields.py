@@ -14,7 +14,7 @@ import pytest
 
 from ktransformers.config import SPECULATIVES
 from ktransformers.core import TokenEvent
-from ktransformers.server.api.draft_fields import DraftFields
+from ktransformers.server.api.sampling_fields import SamplingFields
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import GenerationRequest, ModelInfo
 from ktransformers.server.config import ServerConfig
@@ -69,7 +69,7 @@ def post(path: str, fields: dict[str, Any], backend: ScriptedBackend | None = No
 
 
 def test_the_words_are_those_of_the_flag() -> None:
-    allowed = get_args(get_args(DraftFields.model_fields["speculative"].annotation)[0])
+    allowed = get_args(get_args(SamplingFields.model_fields["speculative"].annotation)[0])
     assert set(allowed) == set(SPECULATIVES)
 
 

@@ -235,7 +235,7 @@ def test_what_answers_must_look_like() -> None:
     for fields, wanted, shown in bodies:
         body = ResponsesBody.model_validate(sort_fields({"input": "Hi"} | fields, TABLE).honoured)
         assert body.text_format == shown
-        made = begin_exchange(body, ResponseStore(0), "", lambda names: None, str.isalpha).read().sampling.constraint
+        made = begin_exchange(body, ResponseStore(0), "", lambda names: None, str.isalpha).read().constraint
         assert made is not None
         assert (made.kind.value, made.text) == wanted
 

@@ -1,7 +1,7 @@
 """Each field about how an answer is drawn reaches the backend, on every route that takes it.
 
-Schemas, readers and `_params` name each field by hand: one that is dropped on the way would change no answer of a test
-that does not send it. Values are other than the defaults, and what the tables below leave out is named, too.
+Readers name some of them by hand: one that is dropped on the way would change no answer of a test that does not send
+it. Values are other than the defaults, and what the tables below leave out is named, too.
 """
 
 from __future__ import annotations
@@ -113,9 +113,8 @@ MESSAGES: Cases = {
 }
 OLLAMA: Cases = {
     **COMMON,
-    "repetition_penalty": ({"repeat_penalty": 1.5}, 1.5),
-    "frequency_penalty": ({"frequency_penalty": 0.5}, 0.5),
-    "presence_penalty": ({"presence_penalty": -0.5}, -0.5),
+    **PENALTIES,
+    "ignore_eos": ({"ignore_eos": True}, True),
     "max_tokens": ({"num_predict": 9}, 9),
     "stop": ({"stop": ["x"]}, ("x",)),
     "max_drafts": (DRAFTS, 3),
@@ -156,7 +155,7 @@ NOWHERE = {"n", "pooling", "structured_outputs", "guided_decoding"} | {
 Constraint. pooling: of embeddings."""
 
 NOT_AT_OLLAMA = {
-    "allowed_token_ids", "cache_salt", "ignore_eos", "include_stop_str_in_output", "logit_bias", "min_tokens",
+    "allowed_token_ids", "cache_salt", "include_stop_str_in_output", "logit_bias", "min_tokens",
     "prediction_ids", "priority", "prompt_logprobs", "reasoning", "skip_special_tokens", "stop_token_ids", "timeout",
 }  # fmt: skip
 

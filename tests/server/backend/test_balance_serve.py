@@ -24,6 +24,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.model.opened import describe_model, open_model
+from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.server.backend.interfaces.balance_serve import _model_info
 from ktransformers.server.balance.messages import EngineFacts
 from tests.support.engines.one_sequence import StaticEngine, static_engine
@@ -88,10 +89,8 @@ def test_answers_are_those_of_the_single_engine(balanced: ServerProcess, llm: LL
 
 def test_what_the_plan_has_on_gpus_is_told() -> None:
     described = describe_model(open_model(EngineConfig(gguf_path=DEMO_GGUF)))
-    facts = EngineFacts(
-        num_pages=2, page_size=4, vocab_size=9, eos_token_ids=(), max_model_len=8, chunk_size=4, gpu_bytes=3 << 30
-    )
-    card = _model_info(described, facts).card
+    limits = SchedulerConfig(num_pages=2, page_size=4, vocab_size=9, max_model_len=8, chunk_size=4, max_batch_size=1)
+    card = _model_info(described, EngineConfig(), EngineFacts(scheduler=limits, gpu_bytes=3 << 30)).card
     assert (card.gpu_bytes, card.digest) == (3 << 30, described.card.digest)
 
 

@@ -20,6 +20,7 @@ from ktransformers.engine.plan import hardware as hardware_of
 from ktransformers.engine.plan.hardware import Hardware
 from ktransformers.errors import CapacityError, ConfigError, EngineError
 from ktransformers.optimize.machine import Machine
+from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.interfaces.balance_serve import BalanceServeInterface
 from ktransformers.server.backend.interfaces.on_demand import OnDemandInterface
@@ -38,16 +39,17 @@ from tests.support.servers.balance_backend import backend, check, collect, gone,
 from tests.support.servers.balance_fakes import POISON, ManualClock
 
 LONG = {"max_tokens": 60, "ignore_eos": True}
-FACTS = EngineFacts(
+LIMITS = SchedulerConfig(
     num_pages=100,
     page_size=4,
     vocab_size=40,
     eos_token_ids=(7,),
     max_model_len=600,
     chunk_size=64,
+    max_batch_size=8,
     num_states=5,
-    uses_gpus=True,
 )
+FACTS = EngineFacts(scheduler=LIMITS, uses_gpus=True)
 
 
 async def killed(made: BalanceServeInterface, number: int) -> asyncio.Task[list[TokenEvent]]:
@@ -405,8 +407,8 @@ def test_restarts_are_pinned_to_what_there_was() -> None:
     ],
 )
 def test_an_engine_with_less_does_not_match(changes: dict[str, Any], message: str) -> None:
-    assert message in str(shortfall(FACTS, msgspec.structs.replace(FACTS, **changes)))
+    assert message in str(shortfall(FACTS, EngineFacts(scheduler=replace(LIMITS, **changes))))
 
 
 def test_an_engine_with_more_matches() -> None:
-    assert shortfall(FACTS, msgspec.structs.replace(FACTS, num_pages=101, chunk_size=65)) is None
+    assert shortfall(FACTS, EngineFacts(scheduler=replace(LIMITS, num_pages=101, chunk_size=65))) is None

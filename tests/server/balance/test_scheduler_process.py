@@ -6,16 +6,17 @@ import asyncio
 import logging
 from collections.abc import Iterator
 
-import msgspec
 import pytest
 import zmq
 
 from ktransformers.cli import build_parser
 from ktransformers.cli.serve import serving
 from ktransformers.config import EngineConfig
-from ktransformers.core import SNAPSHOT_ALIGN, FinishReason
+from ktransformers.core import FinishReason
 from ktransformers.errors import ConfigError, EngineError
+from ktransformers.media.records import Sight
 from ktransformers.scheduler.commands import Add, Finish, News, Resume, Suspend
+from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.records import RowResult, StepPlan, StepResult
 from ktransformers.server.backend.interfaces import balance_serve
 from ktransformers.server.balance.messages import (
@@ -29,7 +30,7 @@ from ktransformers.server.balance.messages import (
     encode,
 )
 from ktransformers.server.balance.messages import decode as decoded
-from ktransformers.server.balance.scheduler_process import SchedulerProcess, scheduler_config
+from ktransformers.server.balance.scheduler_process import SchedulerProcess
 from ktransformers.server.balance.step_watch import TOKENS_PER_LIMIT, StepWatch
 from ktransformers.server.balance.supervisor import BalanceConfig, Supervisor
 from tests.support.servers.fake_engine import VOCAB_SIZE, make_request
@@ -44,12 +45,12 @@ class Around:
         self.now = 1000.0
         self._context = zmq.Context()
         self._commands, self._news = self._bound(zmq.PUSH, "commands"), self._bound(zmq.PULL, "news")
+        limits = {"num_pages": 100, "page_size": 4, "chunk_size": 64, "max_batch_size": 8, "vocab_size": VOCAB_SIZE}
         options = SchedulerOptions(
-            num_pages=100, page_size=4, chunk_size=64, max_batch_size=8, vocab_size=VOCAB_SIZE, eos_token_ids=(),
-            max_model_len=None, has_prefix_cache=True, parent_pid=0, commands="inproc://commands", news="inproc://news",
-            log_level="info", step_seconds=STEP_SECONDS, checks_integrity=True,
+            config=SchedulerConfig(**(limits | changes)),  # type: ignore[arg-type]
+            parent_pid=0, commands="inproc://commands", news="inproc://news", log_level="info",
+            step_seconds=STEP_SECONDS, checks_integrity=True,
         )  # fmt: skip
-        options = msgspec.structs.replace(options, **changes)
         self.process = SchedulerProcess(options, self._context, lambda: self.now)
         self._engines: list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]] = []
 
@@ -258,14 +259,10 @@ def test_finish_reason_of_the_expired_is_abort(around: Around) -> None:
     assert news.updates[0].finish_reason is FinishReason.ABORT
 
 
-def test_the_scheduler_has_the_states_that_the_engine_has() -> None:
-    options = SchedulerOptions(
-        num_pages=9, page_size=4, chunk_size=8, max_batch_size=2, vocab_size=40, eos_token_ids=(), max_model_len=None,
-        has_prefix_cache=True, num_states=7, snapshot_interval=256, parent_pid=0, commands="", news="",
-        log_level="info",
-    )  # fmt: skip
-    config = scheduler_config(options)
-    assert (config.num_states, config.snapshot_interval, config.snapshot_align) == (7, 256, SNAPSHOT_ALIGN)
+def test_the_scheduler_has_the_limits_that_the_engine_says() -> None:
+    limits = SchedulerConfig(9, 4, 8, 2, 40, num_states=7, snapshot_interval=256, picture_sight=Sight.PICTURE)
+    options = SchedulerOptions(config=limits, parent_pid=0, commands="", news="", log_level="info")
+    assert decoded(encode(options), SchedulerOptions).config == limits
 
 
 def test_the_flag_for_streams_beside_prompts_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,13 +280,13 @@ def test_the_flag_for_streams_beside_prompts_arrives(monkeypatch: pytest.MonkeyP
     async def supervise() -> None:
         supervisor = Supervisor(config[0], lambda news: None)
         monkeypatch.setattr(supervisor._launcher, "start_scheduler", start)
-        facts = EngineFacts(num_pages=9, page_size=4, vocab_size=40, eos_token_ids=(), max_model_len=None, chunk_size=8)
+        facts = EngineFacts(scheduler=SchedulerConfig(9, 4, 8, 2, 40))
         with pytest.raises(EngineError, match="enough"):
             await supervisor._start_scheduler(facts)
         await supervisor.close()
 
     asyncio.run(supervise())
-    arrived = scheduler_config(started[0])
+    arrived = started[0].config
     assert (arrived.max_itl_ratio, arrived.max_gap_ms) == (3.5, 80.0)
     args = build_parser().parse_args(["serve"])
     serving.backend_maker(args, EngineConfig())()

@@ -287,6 +287,20 @@ def test_refused_requests_are_counted_by_status(server: ServerProcess) -> None:
     assert grown == {"400": 2, "403": 1, "404": 1, "421": 1}
 
 
+def test_a_large_head_is_refused_with_the_reason(server: ServerProcess) -> None:
+    before = refused(server).get("431", 0.0)
+    with connect(server) as connection:
+        connection.sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nX-Large: " + b"a" * (65 << 10))
+        status, body = read_response(connection)
+    assert (status, body) == (
+        431,
+        b"the request's line and headers are longer than the 64 KiB that this server takes\n",
+    )
+    server.wait_for(r" 431: the request's head is too large")
+    assert refused(server)["431"] == before + 1
+    assert_serves(server)
+
+
 def test_leaving_before_the_answer_stops_the_engine(server: ServerProcess) -> None:
     with connect(server) as connection:
         connection.sendall(post({**ENDLESS, "stream": False}))

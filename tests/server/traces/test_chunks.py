@@ -125,7 +125,7 @@ def test_sixteen_at_once_in_chunks(collected: Collected) -> None:
     prompts = [[1 + (7 * who + at) % (VOCAB_SIZE - 14) + 13 for at in range(20 + 3 * who)] for who in range(16)]
 
     async def work() -> None:
-        async with balanced(chunk_size=16, has_traces=True, cache_lens=400, has_prefix_cache=False) as backend:
+        async with balanced(chunk_size=16, has_traces=True, cache_lens=400, prefix_cache=False) as backend:
             transport = httpx.ASGITransport(create_app(backend, CONFIG, collected.traces))
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
                 bodies = [{"prompt": prompt, "max_tokens": 30, "ignore_eos": True} for prompt in prompts]

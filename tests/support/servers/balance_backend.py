@@ -42,9 +42,10 @@ async def backend(
     model: Path = DEMO_GGUF,
     chunk_size: int = 16,
     profile: ProfileConfig | None = None,
+    prefix_cache: bool = True,
     **config: Any,
 ) -> AsyncIterator[BalanceServeInterface]:
-    engine = EngineConfig(gguf_path=model, cache_lens=cache_lens, chunk_size=chunk_size)
+    engine = EngineConfig(gguf_path=model, cache_lens=cache_lens, chunk_size=chunk_size, prefix_cache=prefix_cache)
     settings = {"page_size": 4, "max_batch_size": 8, "log_level": "error", "checks_integrity": True}
     settings |= {"has_spare_engine": False} | config
     balance = BalanceConfig(engine=engine, factory=f"tests.support.servers.balance_fakes:{factory}", **settings)

@@ -18,6 +18,7 @@ from ktransformers.core import Progress
 from ktransformers.errors import CapacityError, ConfigError
 from ktransformers.profiling.messages import StepRecord
 from ktransformers.profiling.recorder import Recorder
+from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.records import NewSequence, StepPlan, StepResult
 from ktransformers.server.balance.engine_process import LoadedEngine
 from ktransformers.server.balance.messages import EngineFacts, EngineOptions
@@ -34,7 +35,7 @@ class Executor:
 
     def __init__(self, options: EngineOptions, step_seconds: float = 0.001, dies_of_poison: bool = False):
         config = make_config(
-            num_pages=facts(options).num_pages, page_size=PAGE_SIZE, max_batch_size=1000, chunk_size=10**6
+            num_pages=facts(options).scheduler.num_pages, page_size=PAGE_SIZE, max_batch_size=1000, chunk_size=10**6
         )
         self._engine = FakeEngine(config, lambda request_id: "")
         self._seconds, self._dies_of_poison = step_seconds, dies_of_poison
@@ -89,15 +90,18 @@ class Executor:
         return StepResult(step_id=plan.step_id, results=self._engine.run(plan), seconds=self._seconds)
 
 
-def facts(options: EngineOptions) -> EngineFacts:
-    return EngineFacts(
-        num_pages=options.config.cache_lens // PAGE_SIZE,
-        page_size=PAGE_SIZE,
-        vocab_size=VOCAB_SIZE,
-        eos_token_ids=(EOS,),
-        max_model_len=MODEL_LEN,
-        chunk_size=options.config.chunk_size or DEFAULT_CHUNK_SIZE,
-    )
+def facts(options: EngineOptions, **changes: object) -> EngineFacts:
+    limits = {
+        "num_pages": options.config.cache_lens // PAGE_SIZE,
+        "page_size": PAGE_SIZE,
+        "vocab_size": VOCAB_SIZE,
+        "eos_token_ids": (EOS,),
+        "max_model_len": MODEL_LEN,
+        "chunk_size": options.config.chunk_size or DEFAULT_CHUNK_SIZE,
+        "max_batch_size": options.max_batch_size,
+        "has_prefix_cache": options.config.prefix_cache,
+    }
+    return EngineFacts(scheduler=SchedulerConfig(**(limits | changes)))  # type: ignore[arg-type]
 
 
 def load(options: EngineOptions, progress: Progress) -> LoadedEngine:
@@ -112,7 +116,7 @@ def load_slow(options: EngineOptions, progress: Progress) -> LoadedEngine:
 
 def load_drafting(options: EngineOptions, progress: Progress) -> LoadedEngine:
     """Rows cost nothing beside the time of a step, so that draft tokens pay."""
-    return msgspec.structs.replace(facts(options), max_drafts=3), Executor(options, step_seconds=0.003)
+    return facts(options, max_drafts=3), Executor(options, step_seconds=0.003)
 
 
 def load_mortal(options: EngineOptions, progress: Progress) -> LoadedEngine:
@@ -148,18 +152,16 @@ def load_faulty(options: EngineOptions, progress: Progress) -> LoadedEngine:
 def load_by_free_memory(options: EngineOptions, progress: Progress) -> LoadedEngine:
     """As many pages as it is told, else as many as fit; and every engine finds less free memory than the one before."""
     free, asked = max(1000 >> 6 * options.epoch, 1), options.config.cache_lens // PAGE_SIZE
-    config = msgspec.structs.replace(
-        facts(options), num_pages=asked or free, chunk_size=options.config.chunk_size or free
-    )
-    told = msgspec.structs.replace(options, config=replace(options.config, cache_lens=config.num_pages * PAGE_SIZE))
-    return config, Executor(told, step_seconds=0.01)
+    made = facts(options, num_pages=asked or free, chunk_size=options.config.chunk_size or free)
+    told = msgspec.structs.replace(options, config=replace(options.config, cache_lens=made.scheduler.total_len))
+    return made, Executor(told, step_seconds=0.01)
 
 
 def load_smaller(options: EngineOptions, progress: Progress) -> LoadedEngine:
     """The second engine has fewer pages, whatever it is told."""
     made = facts(options)
     if options.epoch == 1:
-        made = msgspec.structs.replace(made, num_pages=made.num_pages // 2)
+        made = facts(options, num_pages=made.scheduler.num_pages // 2)
     return made, Executor(options, step_seconds=0.01)
 
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ktransformers.server.api.anthropic.errors import THREAD_CODE
-from ktransformers.server.api.draft_fields import DRAFT_FIELDS
-from ktransformers.server.api.sampler_fields import SAMPLER_FIELDS
+from ktransformers.server.api.sampling_fields import SAMPLING_FIELDS, SCHEDULING_FIELDS
 from ktransformers.server.http.fields import FieldTable, hint, honour, mapped, refuse, within
 
 __all__ = ["TABLE"]
@@ -20,7 +19,7 @@ def _stops(value: Any) -> Mapping[str, Any]:
 _CLEAR_NOTHING = {"type": "clear_thinking_20251015", "keep": "all"}
 
 TABLE: FieldTable = {
-    **dict.fromkeys(("model", "messages", "max_tokens", "temperature", "top_p"), honour()),
+    **dict.fromkeys(("model", "messages", "max_tokens"), honour()),
     "system": honour([]),
     "stream": honour(),
     "stop_sequences": honour([]),
@@ -31,24 +30,10 @@ TABLE: FieldTable = {
     # Claude Code's clears nothing.
     "context_management": honour({}, {"edits": []}, {"edits": [_CLEAR_NOTHING]}),
     # Extensions.
-    **dict.fromkeys(
-        (
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-            "seed",
-            "ignore_eos",
-            "chat_template_kwargs",
-            "priority",
-            "timeout",
-            "cache_salt",
-            "truncation",
-        ),
-        honour(),
-    ),
+    **dict.fromkeys(("chat_template_kwargs", "truncation"), honour()),
     "parallel_tool_calls": honour(True),
-    **SAMPLER_FIELDS,
-    **DRAFT_FIELDS,
+    **SAMPLING_FIELDS,
+    **SCHEDULING_FIELDS,
     # Who asks and for what, how fast, where, for whose money, and what may be kept: nothing about the answer.
     **dict.fromkeys(
         (
@@ -74,7 +59,6 @@ TABLE: FieldTable = {
     "stop": mapped(_stops, [], ""),
     "max_tokens_to_sample": mapped("max_tokens"),
     "max_completion_tokens": mapped("max_tokens"),
-    "repeat_penalty": mapped("repetition_penalty"),
     # What happens at Anthropic's, and not here.
     "container": refuse("tools of your own: this server runs no code"),
     "mcp_servers": refuse("tools of your own: this server calls none", []),

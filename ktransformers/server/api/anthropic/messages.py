@@ -5,18 +5,17 @@ The headers `anthropic-version` and `anthropic-beta` and the query `?beta=true` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from ktransformers.errors import ContextLengthError
+from ktransformers.server.answers.fitting import counted_prompt, served_prompt
 from ktransformers.server.answers.pictures import RequestPictures
 from ktransformers.server.answers.prepared_request import PreparedRequest
-from ktransformers.server.answers.prompts import Prompt, chat_prompt, template_kwargs
 from ktransformers.server.answers.requests import ChatRequest, Conversation
 from ktransformers.server.answers.respond import respond
 from ktransformers.server.api.anthropic.context_edits import Edited, edited
@@ -26,17 +25,13 @@ from ktransformers.server.api.anthropic.read import edits_of, read_chat, read_co
 from ktransformers.server.api.anthropic.schemas import ConversationBody, MessagesBody
 from ktransformers.server.api.anthropic.writer import MessageWriter
 from ktransformers.server.bodies import body_route, body_size
-from ktransformers.server.http.fields import note_ignored
 from ktransformers.server.responses import ApiResponse
-from ktransformers.server.service import Service, note_altered, note_unused, service_of
+from ktransformers.server.service import Service, note_unused, service_of
 from ktransformers.tokenizer.shortening import prompt_room
 
 __all__ = ["router"]
 
 router = APIRouter(route_class=body_route(TABLE), responses=ERROR_RESPONSES)
-
-MAX_TOKENS = 1 << 18
-"""Most tokens that are counted where the context is shorter: texts that will be cut are counted, too."""
 
 
 @router.post("/v1/messages")
@@ -77,34 +72,17 @@ def _edited(service: Service, body: ConversationBody, conversation: Conversation
 
     def count(one: Conversation) -> int:
         try:
-            return len(_prompt(service, one).ids)
+            return len(served_prompt(service, one).ids)
         except ContextLengthError as error:
             return error.prompt_len
 
     return edited(conversation, edits, count, prompt_room(max_len, service.max_tokens(max_tokens)))
 
 
-def _prompt(
-    service: Service, conversation: Conversation, note_changes: Callable[[Sequence[str]], None] | None = None
-) -> Prompt:
-    return chat_prompt(
-        service.model.tokenizer,
-        conversation,
-        max_len=max(service.model.max_len, MAX_TOKENS),
-        force_think=service.config.force_think,
-        reads_special_tokens=service.config.reads_special_tokens,
-        note_changes=note_changes,
-    )
-
-
 def _count(request: Request, body: ConversationBody, conversation: Conversation) -> Response:
-    service = service_of(request)
-    note_unused(request, template_kwargs(service.model.tokenizer, conversation).ignored)
-    note_altered(request, conversation.altered)
-    found = _edited(service, body, conversation, 0)
+    found = _edited(service_of(request), body, conversation, 0)
     try:
-        made = conversation if found is None else found.conversation
-        ids = _prompt(service, made, partial(note_ignored, request.scope)).ids
+        ids = counted_prompt(request, conversation if found is None else found.conversation).ids
     except ContextLengthError as error:
         raise too_long(error) from error
     more = {} if found is None else {"context_management": {"original_input_tokens": found.original_len}}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from ktransformers.core import Constraint
-from ktransformers.errors import ConfigError, FieldError, UnsupportedError
+from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.server.answers.constraints import constraint_of
 from ktransformers.server.answers.history import Alter, left_out, past_arguments
 from ktransformers.server.answers.requests import (
@@ -22,11 +22,11 @@ from ktransformers.server.answers.requests import (
     Message,
     Part,
     PastCall,
-    Sampling,
     Tool,
     ToolChoice,
     joined,
 )
+from ktransformers.server.answers.tool_choices import choose
 from ktransformers.server.api.anthropic.context_edits import CLEAR_THINKING, CLEAR_TOOL_USES
 from ktransformers.server.api.anthropic.schemas import (
     Block,
@@ -75,6 +75,7 @@ class Reading:
     """A conversation read from a body. ignored: names of fields that have no effect here, whatever the model."""
 
     conversation: Conversation
+    tool_choice: ToolChoice
     ignored: tuple[str, ...]
 
 
@@ -248,7 +249,6 @@ def _messages(body: ConversationBody, note: Note) -> tuple[list[Message], list[s
 
 
 def _tools(body: ConversationBody, note: Note) -> list[Tool]:
-    choice = body.tool_choice
     named = [_tool(tool, f"tools[{index}]", note) for index, tool in enumerate(body.tools or ())]
     tools = [tool for tool in named if isinstance(tool, Tool)]
     refused = [tool for tool in named if isinstance(tool, _Foreign)]
@@ -256,24 +256,7 @@ def _tools(body: ConversationBody, note: Note) -> list[Tool]:
         raise UnsupportedError(refused[0].why)
     for one in refused:
         note(f"tools.{one.type}")
-    if choice is not None and choice.type == "tool" and choice.name not in {tool.name for tool in tools}:
-        raise FieldError(f"tool_choice.name: there is no tool {(choice.name or '')[:100]!r}", "tool_choice.name")
-    if choice is not None and choice.type == "any" and not tools:
-        raise FieldError("tool_choice: a call is required, and there are no tools", "tool_choice")
-    if choice is not None and choice.allowed is not None:
-        return [tool for tool in tools if tool.name in choice.allowed]
-    return [] if choice is not None and choice.type == "none" else tools
-
-
-def _tool_choice(body: ConversationBody) -> ToolChoice:
-    choice, is_single = body.tool_choice, body.parallel_tool_calls is False
-    if choice is None:
-        return ToolChoice(max_calls=1 if is_single and body.tools else None)
-    return ToolChoice(
-        is_required=choice.type in ("any", "tool"),
-        name=choice.name if choice.type == "tool" else None,
-        max_calls=1 if choice.disable_parallel_tool_use or is_single else None,
-    )
+    return tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,11 +310,13 @@ def read_conversation(body: ConversationBody) -> Reading:
         raise ConfigError(
             "output_config.format: the last message is the assistant's and begins the answer already; send one of them"
         )
+    is_single = body.parallel_tool_calls is False
+    tools, tool_choice = choose(body.tool_choice, _tools(body, ignored.append), is_single=is_single)
     conversation = Conversation(
         messages=messages,
         altered=altered,
         field_names=_field_names(body),
-        tools=_tools(body, ignored.append),
+        tools=tools,
         template_kwargs=body.chat_template_kwargs or {},
         reasoning_effort=_EFFORTS.get(config.effort or "", config.effort),
         thinks=None if thinking is None else thinking.type != "disabled",
@@ -339,7 +324,7 @@ def read_conversation(body: ConversationBody) -> Reading:
         continues=messages[-1].role == "assistant",
         drops_oldest=None if body.truncation is None else body.truncation == "auto",
     )
-    return Reading(conversation, tuple(dict.fromkeys(ignored)))
+    return Reading(conversation, tool_choice, tuple(dict.fromkeys(ignored)))
 
 
 def _constraint(body: ConversationBody) -> Constraint | None:
@@ -353,29 +338,13 @@ def read_chat(body: MessagesBody, reading: Reading) -> ChatRequest:
     """Return the request for an answer to a conversation that was read before. max_tokens 0 computes one token all the
     same.
     """
-    is_greedy = body.top_p == 0
-    sampling = Sampling(
-        temperature=0.0 if is_greedy else body.temperature,
-        top_p=None if is_greedy else body.top_p,
-        **body.cuts,
-        repetition_penalty=body.repetition_penalty,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        ignore_eos=body.ignore_eos,
-        seed=body.seed,
-        max_tokens=max(body.max_tokens, 1),
-        stop=tuple(body.stop_sequences or ()),
-        constraint=_constraint(body),
-        max_drafts=body.max_drafts,
-    )
     return ChatRequest(
         id=f"msg_{secrets.token_hex(12)}",
         model=body.model,
-        sampling=sampling,
-        priority=body.priority or 0,
-        timeout=body.timeout,
-        cache_salt=body.cache_salt or "",
+        sampling=body.sampling(max_tokens=max(body.max_tokens, 1), stop=body.stop_sequences),
+        constraint=_constraint(body),
+        **body.scheduling,
         is_prompt_only=body.max_tokens == 0,
         conversation=reading.conversation,
-        tool_choice=_tool_choice(body),
+        tool_choice=reading.tool_choice,
     )

@@ -14,18 +14,15 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
-    FiniteFloat,
     Tag,
     ValidationError,
     field_validator,
     model_validator,
 )
 
-from ktransformers.server.answers.tool_choices import read_choice
-from ktransformers.server.api.draft_fields import DraftFields
+from ktransformers.server.api.field_types import Choice, Whole, few_stops
 from ktransformers.server.api.picture_parts import sent_pictures
-from ktransformers.server.api.sampler_fields import SamplerFields
-from ktransformers.server.api.whole_numbers import Whole
+from ktransformers.server.api.sampling_fields import SamplingFields, SchedulingFields
 
 __all__ = [
     "Block",
@@ -45,19 +42,12 @@ __all__ = [
     "TextBlock",
     "Thinking",
     "ThinkingBlock",
-    "ToolChoice",
     "ToolDefinition",
     "ToolReferenceBlock",
     "ToolResultBlock",
     "ToolUseBlock",
 ]
 
-_MAX_STOPS = 32
-_MAX_STOP_CHARS = 1024
-_MAX_STOP_CHARS_IN_ALL = 8192
-
-
-Penalty = Annotated[FiniteFloat, Field(ge=-2, le=2)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -244,9 +234,7 @@ class ToolResultBlock(_Part):
 
     type: Literal["tool_result"]
     tool_use_id: str | None = None
-    content: Annotated[_ResultBlocks, BeforeValidator(_blocks, json_schema_input_type=str | _ResultBlocks)] | None = (
-        None
-    )
+    content: ResultContent | None = None
     is_error: bool | None = None
 
 
@@ -294,31 +282,6 @@ class ToolDefinition(_Part):
         function = data["function"] if isinstance(data.get("function"), dict) else data
         schema = function.get("parameters")
         return function | {"type": "custom", "input_schema": {"type": "object"} if schema is None else schema}
-
-
-class ToolChoice(_Part):
-    """Setting of whether the model calls tools, and which ones. disable_parallel_tool_use: one call at most. allowed:
-    of these only.
-    """
-
-    type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
-    disable_parallel_tool_use: bool | None = None
-    allowed: list[str] | None = None
-
-
-def _as_choice(value: Any) -> Any:
-    """Anthropic's words for what any program calls it; what nobody says is left for the error."""
-    asked = read_choice(value)
-    if asked is None or isinstance(value, ToolChoice):
-        return value
-    made: dict[str, Any] = {"type": {"required": "any"}.get(asked.mode, asked.mode)}
-    if asked.name is not None:
-        made |= {"type": "tool", "name": asked.name}
-    if asked.allowed is not None:
-        made["allowed"] = list(asked.allowed)
-    single = value.get("disable_parallel_tool_use") if isinstance(value, dict) else None
-    return made if single is None else made | {"disable_parallel_tool_use": single}
 
 
 class Thinking(_Part):
@@ -395,7 +358,7 @@ class ConversationBody(BaseModel):
     messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)]
     system: TextBlocks | None = None
     tools: Annotated[list[ToolDefinition], Field(fail_fast=True)] | None = None
-    tool_choice: Annotated[ToolChoice, BeforeValidator(_as_choice, json_schema_input_type=ToolChoice)] | None = None
+    tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -404,44 +367,14 @@ class ConversationBody(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class MessagesBody(ConversationBody, DraftFields, SamplerFields):
+class MessagesBody(ConversationBody, SamplingFields, SchedulingFields):
     """The body of POST /v1/messages. max_tokens 0 computes the prompt into the cache, and answers nothing."""
 
     max_tokens: Annotated[Whole, Field(ge=0, lt=1 << 31)]
     stream: bool | None = None
-    stop_sequences: Annotated[list[str], Field(max_length=_MAX_STOPS, fail_fast=True)] | None = None
-    temperature: Annotated[FiniteFloat, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
-    # Extensions.
-    repetition_penalty: Annotated[FiniteFloat, Field(ge=1e-3, le=1e3)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
-    ignore_eos: bool | None = None
-    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
-    timeout: Annotated[FiniteFloat, Field(gt=0, le=1e6)] | None = None
-    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
 
     @field_validator("stop_sequences")
     @classmethod
     def _few_chars(cls, stops: list[str] | None) -> list[str] | None:
-        lengths = [len(stop) for stop in stops or ()]
-        if max(lengths, default=0) > _MAX_STOP_CHARS or sum(lengths) > _MAX_STOP_CHARS_IN_ALL:
-            raise ValueError(
-                f"a stop sequence may have {_MAX_STOP_CHARS} characters, and all of them {_MAX_STOP_CHARS_IN_ALL}"
-            )
-        return None if stops is None else [_unicode(stop) for stop in stops if stop]
-
-    @field_validator("cache_salt")
-    @classmethod
-    def _is_unicode(cls, salt: str | None) -> str | None:
-        return None if salt is None else _unicode(salt)
-
-
-def _unicode(text: str) -> str:
-    """Text that can be sent to other processes and the tokenizer: lone surrogates have no bytes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"not valid Unicode: {error.reason} at character {error.start}") from error
-    return text
+        return None if stops is None else list(filter(None, few_stops(stops)))

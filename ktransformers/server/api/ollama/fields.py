@@ -4,8 +4,7 @@ model.
 
 from __future__ import annotations
 
-from ktransformers.server.api.draft_fields import DRAFT_FIELDS
-from ktransformers.server.api.sampler_fields import SAMPLER_FIELDS
+from ktransformers.server.api.sampling_fields import SAMPLING_FIELDS
 from ktransformers.server.http.fields import FieldTable, hint, honour, mapped, refuse, within, without_effect
 
 __all__ = ["CHAT", "EMBED", "EMBED_ONE", "GENERATE", "OPTIONS", "PULL", "SHOW"]
@@ -13,16 +12,9 @@ __all__ = ["CHAT", "EMBED", "EMBED_ONE", "GENERATE", "OPTIONS", "PULL", "SHOW"]
 OPTIONS: FieldTable = {
     "num_predict": honour(),
     "num_ctx": honour(),
-    "temperature": honour(),
-    "top_p": honour(),
-    **SAMPLER_FIELDS,
-    "seed": honour(),
+    **SAMPLING_FIELDS,
     "stop": honour(),
-    "repeat_penalty": honour(),
     "repeat_last_n": honour(),
-    "presence_penalty": honour(),
-    "frequency_penalty": honour(),
-    **DRAFT_FIELDS,
     # Samplers that there are none of here.
     "mirostat": refuse("temperature, top_p or min_p", 0),
     "mirostat_tau": hint(),  # these two mean something beside mirostat only

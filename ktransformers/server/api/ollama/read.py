@@ -17,7 +17,6 @@ from ktransformers.server.answers.requests import (
     Conversation,
     Message,
     PastCall,
-    Sampling,
     TextRequest,
     Tool,
     UnreadPicture,
@@ -25,7 +24,7 @@ from ktransformers.server.answers.requests import (
     new_id,
 )
 from ktransformers.server.api.ollama.names import plain_name
-from ktransformers.server.api.ollama.schemas import AnswerBody, ChatBody, GenerateBody, Options, PastMessage
+from ktransformers.server.api.ollama.schemas import AnswerBody, ChatBody, GenerateBody, PastMessage
 from ktransformers.server.service import Service
 from ktransformers.tokenizer import Tokenizer
 from ktransformers.tokenizer.templates.effort import EFFORT_VARIABLES
@@ -35,6 +34,7 @@ __all__ = ["chat_request", "generate_request", "is_load", "knows_thinking"]
 _TO_THE_END = (1 << 31) - 1
 """Tokens that no context has: the answer ends where it does."""
 
+_PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
 _THINK_SWITCHES = ("enable_thinking", "thinking")
 """Variables of chat templates: of Qwen and GLM, of DeepSeek."""
 
@@ -76,8 +76,7 @@ def generate_request(service: Service, body: GenerateBody, ignored: list[str]) -
         ignored.append("think")
     return TextRequest(
         id=new_id("gen"),
-        model=plain_name(service, body.model),
-        sampling=_sampling(service, body, ignored),
+        **_answer(service, body, ignored),
         prompts=[body.prompt],
         max_prompt_len=-1 if _drops_oldest(body) else None,
     )
@@ -94,8 +93,7 @@ def _chat(
     variables, effort = _thinking(service.model.tokenizer, body.think, ignored)
     return ChatRequest(
         id=new_id("chat"),
-        model=plain_name(service, body.model),
-        sampling=_sampling(service, body, ignored),
+        **_answer(service, body, ignored),
         conversation=Conversation(
             messages=messages,
             tools=tools,
@@ -183,34 +181,25 @@ def _thinking(tokenizer: Tokenizer, think: bool | str | None, ignored: list[str]
     return variables, effort
 
 
-def _sampling(service: Service, body: AnswerBody, ignored: list[str]) -> Sampling:
+def _answer(service: Service, body: AnswerBody, ignored: list[str]) -> dict[str, Any]:
+    """Fields of AnswerRequest. Penalties look back over everything (repeat_last_n -1) or over nothing (0)."""
     options = body.options
     if options.num_ctx is not None and options.num_ctx > service.model.max_len:
         ignored.append("options.num_ctx")
-    repetition, presence, frequency = _penalties(options, ignored)
-    is_greedy = options.top_p == 0
-    return Sampling(
-        temperature=0.0 if is_greedy else options.temperature,
-        top_p=None if is_greedy else options.top_p,
-        **options.cuts,
-        repetition_penalty=repetition,
-        presence_penalty=presence,
-        frequency_penalty=frequency,
-        seed=None if options.seed == -1 else options.seed,
-        max_tokens=options.num_predict if options.num_predict and options.num_predict > 0 else None,
-        default_max_tokens=_TO_THE_END,
-        stop=tuple(options.stop or ()),
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        constraint=constraint_of({"format": body.format}),
-        max_drafts=options.max_drafts,
-    )
-
-
-def _penalties(options: Options, ignored: list[str]) -> tuple[float | None, float | None, float | None]:
-    """On repetition, presence, frequency. They look back over everything (repeat_last_n -1) or over nothing (0)."""
-    asked = (options.repeat_penalty, options.presence_penalty, options.frequency_penalty)
+    more: dict[str, Any] = {} if options.seed != -1 else {"seed": None}
     if options.repeat_last_n == 0:
-        return 1.0, 0.0, 0.0
-    if options.repeat_last_n not in (None, -1) and any(one is not None for one in asked):
+        more |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    elif options.repeat_last_n not in (None, -1) and _PENALTIES & options.model_fields_set:
         ignored.append("options.repeat_last_n")
-    return asked
+    sampling = options.sampling(
+        max_tokens=options.num_predict if options.num_predict and options.num_predict > 0 else None,
+        stop=options.stop,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        **more,
+    )
+    return {
+        "model": plain_name(service, body.model),
+        "sampling": sampling,
+        "constraint": constraint_of({"format": body.format}),
+        "default_max_tokens": _TO_THE_END,
+    }

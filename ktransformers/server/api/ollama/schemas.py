@@ -11,11 +11,10 @@ import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from ktransformers.server.api.draft_fields import DraftFields
-from ktransformers.server.api.sampler_fields import SamplerFields
-from ktransformers.server.api.whole_numbers import Whole
+from ktransformers.server.api.field_types import Whole, few_stops
+from ktransformers.server.api.sampling_fields import SamplingFields
 
 __all__ = [
     "AnswerBody",
@@ -30,9 +29,6 @@ __all__ = [
     "ToolBody",
 ]
 
-_MAX_STOPS = 32
-_MAX_STOP_CHARS = 1024
-_MAX_STOP_CHARS_IN_ALL = 8192
 _ZERO = re.compile(r"0+(\.0*)?(ns|us|ms|s|m|h)?")
 
 
@@ -42,18 +38,7 @@ def _stops(value: Any) -> Any:
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise ValueError("stop must be a text or a list of texts")
     stops = [stop for stop in stops if stop]
-    if len(stops) > _MAX_STOPS:
-        raise ValueError(f"{len(stops)} stop strings are more than {_MAX_STOPS}")
-    if max(map(len, stops), default=0) > _MAX_STOP_CHARS or sum(map(len, stops)) > _MAX_STOP_CHARS_IN_ALL:
-        raise ValueError(
-            f"a stop string may have {_MAX_STOP_CHARS} characters, and all of them {_MAX_STOP_CHARS_IN_ALL} together"
-        )
-    for stop in stops:
-        try:
-            stop.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"not valid Unicode: {error.reason} at character {error.start}") from error
-    return stops
+    return few_stops(stops)
 
 
 def _only(is_right: Callable[[Any], bool], what: str) -> BeforeValidator:
@@ -100,19 +85,13 @@ class _Model(BaseModel):
         return {name: one for name, one in data.items() if one is not None} if isinstance(data, dict) else data
 
 
-class Options(_Body, DraftFields, SamplerFields):
+class Options(_Body, SamplingFields):
     """Options of how the answer is drawn. num_predict: most tokens of it; 0 and less: to the end of the context."""
 
     num_predict: Annotated[Whole, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     num_ctx: Annotated[Whole, Field(ge=0, lt=1 << 31)] | None = None
-    temperature: Annotated[FiniteFloat, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
-    seed: Annotated[Whole, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
     stop: Annotated[list[str], BeforeValidator(_stops)] | None = None
-    repeat_penalty: Annotated[FiniteFloat, Field(ge=1e-3, le=1e3)] | None = None
     repeat_last_n: Annotated[Whole, Field(ge=-1, lt=1 << 31)] | None = None
-    presence_penalty: Annotated[FiniteFloat, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[FiniteFloat, Field(ge=-2, le=2)] | None = None
 
 
 class OllamaBody(_Body):

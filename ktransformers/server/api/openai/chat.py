@@ -34,7 +34,6 @@ from ktransformers.server.api.openai.fields import CHAT_FIELDS
 from ktransformers.server.api.openai.logprobs import chat_logprobs
 from ktransformers.server.api.openai.read import chat_request, custom_names, unenforced
 from ktransformers.server.api.openai.schemas import ChatBody
-from ktransformers.server.api.openai.schemas.messages import NamedFunction, NamedTool
 from ktransformers.server.api.openai.writer import Fields, OpenAIWriter
 from ktransformers.server.bodies import body_route
 from ktransformers.server.service import note_unused
@@ -64,7 +63,8 @@ class _ChatWriter(OpenAIWriter):
         super().__init__(prepared, body)
         self._wholes = [WholeAnswer() for _ in prepared.requests]
         self._is_legacy = body.functions is not None  # a client that knows functions, and no tools
-        self._is_named = isinstance(body.tool_choice, NamedTool) or isinstance(body.function_call, NamedFunction)
+        choices = (body.tool_choice, body.function_call)
+        self._is_named = any(one is not None and one.name is not None for one in choices)
         self._custom = custom_names(body)
         self._inputs: dict[tuple[int, int], str] = {}  # arguments of calls of custom tools: their text comes at once
         self._logprobs: list[list[Fields]] | None = [[] for _ in prepared.requests] if body.logprobs else None

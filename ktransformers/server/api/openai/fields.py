@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ktransformers.errors import FieldError
-from ktransformers.server.api.draft_fields import DRAFT_FIELDS
-from ktransformers.server.api.sampler_fields import SAMPLER_FIELDS
+from ktransformers.server.api.sampling_fields import SAMPLING_FIELDS, SCHEDULING_FIELDS
 from ktransformers.server.http.fields import FieldRule, FieldTable, hint, honour, inside, mapped, refuse, without_effect
 
 __all__ = [
@@ -124,30 +123,19 @@ GENERATION_FIELDS: FieldTable = {
     "stream": honour(),
     "stream_options": honour({}),
     "n": honour(),
-    "temperature": honour(),
-    "top_p": honour(),
-    **SAMPLER_FIELDS,
+    **SAMPLING_FIELDS,
+    **SCHEDULING_FIELDS,
     "stop": honour("", [], [""]),
-    "seed": honour(),
     "logit_bias": honour({}),
-    "presence_penalty": honour(),
-    "frequency_penalty": honour(),
-    "repetition_penalty": honour(),
     "max_tokens": honour(*_NO_LIMIT),
     "min_tokens": honour(0),
     "stop_token_ids": honour([]),
     "allowed_token_ids": honour(),
     "include_stop_str_in_output": honour(False),
     "skip_special_tokens": honour(True),
-    "ignore_eos": honour(),
-    "priority": honour(),
-    "timeout": honour(),
-    "cache_salt": honour(""),
     "return_speed": honour(),
     "prediction": honour(),
-    **DRAFT_FIELDS,
     # Other programs' names.
-    "repeat_penalty": mapped("repetition_penalty"),
     "n_predict": mapped("max_tokens", *_NO_LIMIT),
     "num_predict": mapped("max_tokens", *_NO_LIMIT),
     "max_new_tokens": mapped("max_tokens", *_NO_LIMIT),

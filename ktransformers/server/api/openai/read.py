@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ktransformers.errors import ConfigError, FieldError
+from ktransformers.errors import ConfigError
 from ktransformers.server.answers.constraints import constraint_of
 from ktransformers.server.answers.custom_tools import CUSTOM_INPUT, custom_tool
 from ktransformers.server.answers.history import Alter, past_arguments, result_text
@@ -18,13 +18,12 @@ from ktransformers.server.answers.requests import (
     Conversation,
     Message,
     PastCall,
-    Sampling,
     TextRequest,
     Tool,
-    ToolChoice,
     joined,
     new_id,
 )
+from ktransformers.server.answers.tool_choices import choose
 from ktransformers.server.api.openai.schemas import (
     ChatBody,
     ChatMessage,
@@ -35,11 +34,8 @@ from ktransformers.server.api.openai.schemas import (
     TokenizeBody,
 )
 from ktransformers.server.api.openai.schemas.messages import (
-    AllowedToolsChoice,
     CustomTool,
     FunctionDefinition,
-    NamedFunction,
-    NamedTool,
 )
 
 __all__ = [
@@ -132,70 +128,30 @@ def unenforced(body: ChatBody) -> list[str]:
     return ["tools.custom.format"] if has_grammar else []
 
 
-def _tool_choice(body: ChatBody, tools: Sequence[Tool]) -> ToolChoice:
-    """How many of these are called. Raises FieldError for a tool that is not among them."""
-    asked: Any = body.function_call if body.functions is not None else body.tool_choice
-    field = "function_call" if body.functions is not None else "tool_choice"
-    name = asked.name if isinstance(asked, NamedFunction) else None
-    if isinstance(asked, NamedTool):
-        name = asked.function.name
-    if isinstance(asked, AllowedToolsChoice):
-        asked = asked.allowed_tools.mode
-    if asked == "required" and not tools:
-        raise FieldError(f"{field}: a call is required, and there are no tools", field)
-    _check_named([] if name is None else [name], tools, field)
-    is_single = body.parallel_tool_calls is False or body.functions is not None or name is not None
-    return ToolChoice(
-        is_required=asked == "required" or name is not None, name=name, max_calls=1 if is_single and tools else None
-    )
+def _answer(body: GenerationFields, max_tokens: int | None, **more: int | None) -> dict[str, Any]:
+    """Fields of AnswerRequest. more: of SamplingParams, which the two routes spell differently.
 
-
-def _allowed(body: ChatBody, tools: list[Tool]) -> list[Tool]:
-    """What tool_choice leaves of them: the model is not shown the others. Raises FieldError as `_tool_choice`."""
-    if "none" in (body.tool_choice, body.function_call):
-        return []
-    if not isinstance(body.tool_choice, AllowedToolsChoice):
-        return tools
-    names = [tool.function.name for tool in body.tool_choice.allowed_tools.tools]
-    _check_named(names, tools, "tool_choice")
-    return [tool for tool in tools if tool.name in names]
-
-
-def _check_named(names: Iterable[str], tools: Sequence[Tool], field: str) -> None:
-    known = {tool.name for tool in tools}
-    for name in names:
-        if name not in known:
-            raise FieldError(f"{field}: there is no tool {name!r} among the tools", field)
-
-
-def _sampling(fields: GenerationFields, max_tokens: int | None, **more: int | None) -> Sampling:
-    """more: fields of Sampling that the two routes spell differently.
-
-    top_p 0 leaves the likeliest token alone, which is what temperature 0 does. max_tokens 0 computes one token all the
-    same: it shows what the model says of the prompt.
+    max_tokens 0 computes one token all the same: it shows what the model says of the prompt.
     """
-    is_greedy = fields.top_p == 0
-    return Sampling(
-        temperature=0.0 if is_greedy else fields.temperature,
-        top_p=1.0 if is_greedy else fields.top_p,
-        **fields.cuts,
-        repetition_penalty=fields.repetition_penalty,
-        presence_penalty=fields.presence_penalty,
-        frequency_penalty=fields.frequency_penalty,
-        ignore_eos=fields.ignore_eos,
-        seed=fields.seed,
+    sampling = body.sampling(
         max_tokens=None if max_tokens is None else max(max_tokens, 1),
-        min_tokens=fields.min_tokens or 0,
-        stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
-        include_stop=bool(fields.include_stop_str_in_output),
-        skip_special_tokens=fields.skip_special_tokens is not False,
-        stop_token_ids=tuple(fields.stop_token_ids or ()),
-        allowed_token_ids=None if fields.allowed_token_ids is None else tuple(fields.allowed_token_ids),
-        logit_bias={int(key): value for key, value in (fields.logit_bias or {}).items()},
-        constraint=constraint_of(fields.constraint_fields()),
-        max_drafts=fields.max_drafts,
+        min_tokens=body.min_tokens,
+        stop=body.stop,
+        include_stop_str_in_output=body.include_stop_str_in_output,
+        skip_special_tokens=body.skip_special_tokens,
+        stop_token_ids=body.stop_token_ids,
+        allowed_token_ids=body.allowed_token_ids,
+        logit_bias={int(key): value for key, value in (body.logit_bias or {}).items()},
         **more,
     )
+    return {
+        "model": body.model,
+        "sampling": sampling,
+        "constraint": constraint_of(body.constraint_fields()),
+        "prediction": body.predicted_text,
+        "is_prompt_only": max_tokens == 0,
+        **body.scheduling,
+    }
 
 
 def _overflow(truncate_prompt_tokens: int | None) -> dict[str, Any]:
@@ -208,20 +164,19 @@ def _overflow(truncate_prompt_tokens: int | None) -> dict[str, Any]:
 
 
 def chat_request(body: ChatBody) -> ChatRequest:
-    """Read a chat body into a request. Raises FieldError for a tool that is none."""
+    """Read a chat body into a request. Raises FieldError for a choice of tools that there are not."""
     altered: list[str] = []
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    tools = _allowed(body, _tools(body.tools) if body.functions is None else _functions(body.functions))
+    tools = _tools(body.tools) if body.functions is None else _functions(body.functions)
+    field = "tool_choice" if body.functions is None else "function_call"
+    asked = body.tool_choice if body.functions is None else body.function_call
+    is_named = asked is not None and asked.name is not None
+    is_single = body.parallel_tool_calls is False or body.functions is not None or is_named
+    tools, tool_choice = choose(asked, tools, is_single=is_single, field=field)
     return ChatRequest(
         id=new_id("chatcmpl"),
-        model=body.model,
-        sampling=_sampling(body, max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None),
+        **_answer(body, max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None),
         n=body.n or 1,
-        priority=body.priority or 0,
-        timeout=body.timeout,
-        cache_salt=body.cache_salt or "",
-        prediction=body.predicted_text,
-        is_prompt_only=max_tokens == 0,
         conversation=Conversation(
             messages=_messages(body.messages, altered.append),
             altered=altered,
@@ -234,7 +189,7 @@ def chat_request(body: ChatBody) -> ChatRequest:
             continues=body.continues,
             **_overflow(body.truncate_prompt_tokens),
         ),
-        tool_choice=_tool_choice(body, tools),
+        tool_choice=tool_choice,
     )
 
 
@@ -244,7 +199,7 @@ def tokenized_conversation(body: TokenizeBody) -> Conversation:
     return Conversation(
         messages=_messages(body.messages or (), altered.append),
         altered=altered,
-        tools=[] if body.tool_choice == "none" else _tools(body.tools),
+        tools=choose(body.tool_choice, _tools(body.tools))[0],
         template_kwargs=body.chat_template_kwargs or {},
         reasoning_effort=body.reasoning_effort,
         thinks=body.enable_thinking,
@@ -273,21 +228,15 @@ def text_request(body: CompletionBody) -> TextRequest:
     is_chosen = body.num_computed > (body.n or 1)
     return TextRequest(
         id=new_id("cmpl"),
-        model=body.model,
-        sampling=_sampling(
+        **_answer(
             body,
             body.max_tokens,
-            default_max_tokens=DEFAULT_MAX_TOKENS,
             logprobs=body.logprobs or 0 if is_chosen else body.logprobs,
             prompt_logprobs=body.logprobs if body.echo else None,
         ),
+        default_max_tokens=DEFAULT_MAX_TOKENS,
         n=body.num_computed,
-        priority=body.priority or 0,
-        timeout=body.timeout,
-        cache_salt=body.cache_salt or "",
-        prediction=body.predicted_text,
         prompts=_prompts(body),
         has_echo=bool(body.echo),
-        is_prompt_only=body.max_tokens == 0,
         max_prompt_len=body.truncate_prompt_tokens,
     )

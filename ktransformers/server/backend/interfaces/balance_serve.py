@@ -24,8 +24,6 @@ from ktransformers.core import FinishReason, GenerationStats, Progress, Sampling
 from ktransformers.engine.model.checks import check_tokenizer
 from ktransformers.engine.model.opened import ModelDescription, describe_model, open_model
 from ktransformers.engine.sequence.output_processor import OutputProcessor
-from ktransformers.engine.sequence.outputs import default_sampling_params
-from ktransformers.engine.step.hidden import embedding_form
 from ktransformers.errors import EngineError, KTransformersError, NotReadyError
 from ktransformers.profiling.messages import ProfileMeta
 from ktransformers.scheduler.commands import (
@@ -140,14 +138,11 @@ class BalanceServeInterface(BackendInterfaceBase):
         described, files = await asyncio.to_thread(_described, config.engine)  # with the tower that will be read
         self._supervisor = Supervisor(config, self._on_news, files, self._clock)
         facts = await self._supervisor.start(progress)
-        engine = self._config.engine
-        embeddings = embedding_form(described.card.pooling_type, engine.model_path, engine.gguf_path)
         self._facts = facts
         self._watching = asyncio.create_task(self._watch(self._supervisor))
         await self._profiler.begin()  # before any request is let in
         await asyncio.to_thread(self._pictures.attach, described.tokenizer, has_tower=facts.has_tower)
-        model = replace(_model_info(described, facts), embeddings=embeddings)
-        self._model = model.with_pictures(self._pictures)
+        self._model = _model_info(described, self._config.engine, facts).with_pictures(self._pictures)
 
     @override
     @property
@@ -207,7 +202,7 @@ class BalanceServeInterface(BackendInterfaceBase):
             num_waiting=stats.num_waiting,
             num_suspended=stats.num_suspended,
             cache_usage=stats.num_used_pages / stats.num_pages,
-            cache_len=facts.num_pages * facts.page_size,
+            cache_len=facts.scheduler.total_len,
             scheduler=stats,
             engine=self._totals,
             num_engine_restarts=0 if self._supervisor is None else self._supervisor.num_restarts,
@@ -377,23 +372,15 @@ def _record(request: GenerationRequest, is_suspended: bool) -> Request:
     )
 
 
-def _model_info(described: ModelDescription, facts: EngineFacts) -> ModelInfo:
-    total_len = facts.num_pages * facts.page_size
-    return ModelInfo(
-        tokenizer=described.tokenizer,
-        max_len=total_len if facts.max_model_len is None else min(total_len, facts.max_model_len),
-        vocab_size=facts.vocab_size,
-        eos_token_ids=facts.eos_token_ids,
-        default_params=default_sampling_params(described.generation_defaults, None),
-        architecture=described.architecture,
-        description=f"{described.description}; {total_len} tokens of cache for all requests",
-        is_models_limit=facts.max_model_len is not None and facts.max_model_len < total_len,
+def _model_info(described: ModelDescription, config: EngineConfig, facts: EngineFacts) -> ModelInfo:
+    return ModelInfo.loaded(
+        described,
+        config,
+        facts.scheduler,
+        description=f"{described.description}; {facts.scheduler.total_len} tokens of cache for all requests",
+        vocab_size=facts.scheduler.vocab_size,
+        eos_token_ids=facts.scheduler.eos_token_ids,
         card=replace(described.card, gpu_bytes=facts.gpu_bytes),
         digest=facts.digest,
         weights=facts.weights,
-        max_drafts=facts.max_drafts,
-        drafter=facts.drafter,
-        max_picture_len=facts.chunk_size,
-        picture_sight=facts.picture_sight,
-        num_extra_ids=facts.num_extra_ids,
     )

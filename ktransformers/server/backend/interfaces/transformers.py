@@ -28,9 +28,7 @@ from ktransformers.engine.api.generate import Generation, prefill_and_generate
 from ktransformers.engine.load.reference import build_reference_engine
 from ktransformers.engine.model.checks import check_tokenizer
 from ktransformers.engine.sequence.output_processor import OutputProcessor
-from ktransformers.engine.sequence.outputs import default_sampling_params
 from ktransformers.engine.sequence.profiled import card_meta
-from ktransformers.engine.step.hidden import embedding_form
 from ktransformers.errors import (
     DeadlineError,
     EngineError,
@@ -70,25 +68,10 @@ class LoadedLoop:
     @classmethod
     def of(cls, loop: BatchLoop[LoopEngine], profiled: ProfileMeta) -> LoadedLoop:
         """Describe the model of a loop."""
-        engine, limits = loop.engine, loop.config.limits
-        described = engine.model
-        model = ModelInfo(
-            tokenizer=described.tokenizer,
-            max_len=limits.max_len,
-            vocab_size=described.vocab_size,
-            eos_token_ids=described.eos_token_ids,
-            default_params=default_sampling_params(described.generation_defaults, None),
-            architecture=engine.facts.architecture,
-            description=engine.description,
-            is_models_limit=limits.is_models_limit,
-            embeddings=embedding_form(described.card.pooling_type, engine.config.model_path, engine.config.gguf_path),
-            card=described.card,
-            max_drafts=loop.config.max_drafts,
-            drafter=loop.config.drafter,
-            no_pictures="the transformers backend runs the text model alone, balance_serve reads them",
-            max_picture_len=limits.max_picture_len,
-            picture_sight=limits.picture_sight,
-            num_extra_ids=limits.num_extra_ids,
+        no_pictures = "the transformers backend runs the text model alone, balance_serve reads them"
+        engine = loop.engine
+        model = ModelInfo.loaded(
+            engine.model, engine.config, loop.config, description=engine.description, no_pictures=no_pictures
         )
         return cls(model, loop, profiled)
 

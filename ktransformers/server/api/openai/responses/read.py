@@ -15,7 +15,6 @@ from ktransformers.server.answers.requests import (
     ChatRequest,
     Conversation,
     Message,
-    Sampling,
     ToolChoice,
     derived_id,
     joined,
@@ -120,10 +119,13 @@ class Exchange:
         return ChatRequest(
             id=self.id,
             model=body.model,
-            sampling=self._sampling(),
-            priority=body.priority or 0,
-            timeout=body.timeout,
-            cache_salt=body.cache_salt or "",
+            sampling=body.sampling(
+                max_tokens=body.max_output_tokens,
+                stop=list(filter(None, [body.stop] if isinstance(body.stop, str) else body.stop or ())),
+                logprobs=(body.top_logprobs or 0) if self.wants_logprobs else None,
+            ),
+            constraint=constraint_of({"text.format": body.text_format, **body.constraint_fields()}),
+            **body.scheduling,
             prediction=body.predicted_text,
             conversation=Conversation(
                 messages=messages,
@@ -155,24 +157,6 @@ class Exchange:
         if body.reasoning and body.reasoning.effort and not knows_effort:
             yield "reasoning.effort"
         yield from (f"include.{name}" for name in body.include or () if name not in _INCLUDABLE)
-
-    def _sampling(self) -> Sampling:
-        body = self.body
-        return Sampling(
-            temperature=body.temperature,
-            top_p=body.top_p,
-            **body.cuts,
-            repetition_penalty=body.repetition_penalty,
-            presence_penalty=body.presence_penalty,
-            frequency_penalty=body.frequency_penalty,
-            seed=body.seed,
-            max_tokens=body.max_output_tokens,
-            ignore_eos=body.ignore_eos,
-            stop=tuple(filter(None, [body.stop] if isinstance(body.stop, str) else body.stop or ())),
-            logprobs=(body.top_logprobs or 0) if self.wants_logprobs else None,
-            constraint=constraint_of({"text.format": body.text_format, **body.constraint_fields()}),
-            max_drafts=body.max_drafts,
-        )
 
 
 def begin_exchange(

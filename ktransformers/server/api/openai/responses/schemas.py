@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ktransformers.server.answers.tool_choices import read_choice
+from ktransformers.server.api.field_types import Stop, UnicodeText
 from ktransformers.server.api.openai.constraint_fields import ConstraintFields
-from ktransformers.server.api.openai.schemas.base import Seconds, Stop, UnicodeText
 from ktransformers.server.api.openai.schemas.prediction import PredictionFields
-from ktransformers.server.api.sampler_fields import SamplerFields
+from ktransformers.server.api.sampling_fields import SamplingFields, SchedulingFields
 
 __all__ = ["Reasoning", "ResponsesBody", "TextSettings"]
 
@@ -83,7 +83,7 @@ def _as_choice(value: Any) -> Any:
     return {"type": "custom" if asked.is_custom else "function", "name": asked.name}
 
 
-class ResponsesBody(ConstraintFields, PredictionFields, SamplerFields):
+class ResponsesBody(ConstraintFields, PredictionFields, SamplingFields, SchedulingFields):
     """The body of POST /v1/responses. input: a text, or items: the whole conversation, or what follows
     previous_response_id.
     """
@@ -111,8 +111,6 @@ class ResponsesBody(ConstraintFields, PredictionFields, SamplerFields):
     include: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
-    temperature: Annotated[FiniteFloat, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     # Echoed, without effect on the answer.
     metadata: Annotated[dict[str, str], BeforeValidator(_as_texts)] | None = None
@@ -121,16 +119,8 @@ class ResponsesBody(ConstraintFields, PredictionFields, SamplerFields):
     prompt_cache_key: str | None = None
     service_tier: str | None = None
     # Extensions, as in chat completions.
-    repetition_penalty: Annotated[FiniteFloat, Field(ge=1e-3, le=1e3)] | None = None
-    presence_penalty: Annotated[FiniteFloat, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[FiniteFloat, Field(ge=-2, le=2)] | None = None
-    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
     stop: Stop | None = None
-    ignore_eos: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
-    timeout: Seconds | None = None
-    cache_salt: Annotated[UnicodeText, Field(max_length=256)] | None = None
 
     @property
     def keeps(self) -> bool:

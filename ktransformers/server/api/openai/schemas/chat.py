@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from ktransformers.server.answers.tool_choices import read_choice
+from ktransformers.server.api.field_types import Choice, Whole
 from ktransformers.server.api.openai.schemas.generation import GenerationFields
 from ktransformers.server.api.openai.schemas.messages import (
-    AllowedToolsChoice,
     ChatMessage,
     ChatTool,
     FunctionDefinition,
-    NamedFunction,
-    NamedTool,
 )
-from ktransformers.server.api.whole_numbers import Whole
 
 __all__ = ["ChatBody"]
-
-_Choice = Literal["auto", "none", "required"] | NamedTool | AllowedToolsChoice | None
-
-
-def _as_choice(value: Any) -> Any:
-    """OpenAI's words for what any program calls it; what nobody says is left for the error."""
-    asked = read_choice(value)
-    if asked is None:
-        return value
-    if asked.allowed is not None:
-        tools = [{"type": "function", "function": {"name": name}} for name in asked.allowed]
-        mode = "auto" if asked.mode == "none" else asked.mode
-        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
-    return asked.mode if asked.name is None else {"type": "function", "function": {"name": asked.name}}
 
 
 class ChatBody(GenerationFields):
@@ -48,10 +30,10 @@ class ChatBody(GenerationFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[ChatTool], Field(fail_fast=True)] | None = None
-    tool_choice: Annotated[_Choice, BeforeValidator(_as_choice, json_schema_input_type=_Choice)] = None
+    tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     functions: Annotated[list[FunctionDefinition], Field(fail_fast=True)] | None = None
-    function_call: Literal["auto", "none"] | NamedFunction | None = None
+    function_call: Choice | None = None
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
     # Extensions.
     enable_thinking: bool | None = None
@@ -65,14 +47,6 @@ class ChatBody(GenerationFields):
         """Whether the last message is the beginning of the answer."""
         last = self.messages[-1]
         return bool(self.continue_final_message or last.prefix or last.partial)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _single_call(cls, data: Any) -> Any:
-        """Anthropic's word for it is in the choice."""
-        choice = data.get("tool_choice") if isinstance(data, dict) else None
-        is_single = isinstance(choice, dict) and choice.get("disable_parallel_tool_use") is True
-        return data | {"parallel_tool_calls": False} if is_single else data
 
     @model_validator(mode="after")
     def _check_combinations(self) -> ChatBody:

@@ -7,9 +7,9 @@ from typing import Annotated
 from pydantic import Field, WrapValidator, model_validator
 
 from ktransformers.server.answers.requests import MAX_ANSWERS
-from ktransformers.server.api.openai.schemas.base import TokenId, quick_prompt
+from ktransformers.server.api.field_types import TokenId, Whole
+from ktransformers.server.api.openai.schemas.base import quick_prompt
 from ktransformers.server.api.openai.schemas.generation import GenerationFields
-from ktransformers.server.api.whole_numbers import Whole
 
 __all__ = ["CompletionBody"]
 

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, WrapValidator, field_validator
 
-from ktransformers.server.api.openai.schemas.base import Body, Seconds, TokenId, UnicodeText, quick_prompt
-from ktransformers.server.api.whole_numbers import Whole
+from ktransformers.server.api.field_types import Seconds, TokenId, UnicodeText, Whole
+from ktransformers.server.api.openai.schemas.base import Body, quick_prompt
 
 __all__ = ["EmbeddingsBody"]
 

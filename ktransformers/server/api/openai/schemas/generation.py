@@ -7,20 +7,11 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field, FiniteFloat, WrapValidator, field_validator, model_validator
 
 from ktransformers.server.answers.requests import MAX_ANSWERS
+from ktransformers.server.api.field_types import Stop, TokenId, Whole, quick_ids
 from ktransformers.server.api.openai.constraint_fields import ConstraintFields
-from ktransformers.server.api.openai.schemas.base import (
-    Body,
-    History,
-    Seconds,
-    Stop,
-    TokenId,
-    UnicodeText,
-    number_values,
-    quick_ids,
-)
+from ktransformers.server.api.openai.schemas.base import Body, History, number_values
 from ktransformers.server.api.openai.schemas.prediction import PredictionFields
-from ktransformers.server.api.sampler_fields import SamplerFields
-from ktransformers.server.api.whole_numbers import Whole
+from ktransformers.server.api.sampling_fields import SamplingFields, SchedulingFields
 
 __all__ = ["GenerationFields", "StreamOptions"]
 
@@ -36,7 +27,7 @@ class StreamOptions(History):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationFields(Body, ConstraintFields, PredictionFields, SamplerFields):
+class GenerationFields(Body, ConstraintFields, PredictionFields, SamplingFields, SchedulingFields):
     """The fields that chat and text completions share. Values that change nothing are gone before (fields.py).
 
     truncate_prompt_tokens: of longer prompts this much is left; -1: what leaves room for an answer. Conversations lose
@@ -47,18 +38,12 @@ class GenerationFields(Body, ConstraintFields, PredictionFields, SamplerFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[Whole, Field(ge=1, le=MAX_ANSWERS)] | None = None
-    temperature: Annotated[FiniteFloat, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
     stop: Stop | None = None
-    seed: Annotated[Whole, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
     logit_bias: (
         Annotated[dict[str, Annotated[FiniteFloat, Field(ge=-100, le=100)]], BeforeValidator(number_values)] | None
     ) = None
-    presence_penalty: Annotated[FiniteFloat, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[FiniteFloat, Field(ge=-2, le=2)] | None = None
     max_tokens: Annotated[Whole, Field(ge=0, lt=1 << 31)] | None = None
     # Extensions.
-    repetition_penalty: Annotated[FiniteFloat, Field(ge=1e-3, le=1e3)] | None = None
     min_tokens: Annotated[Whole, Field(ge=0, lt=1 << 31)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
     allowed_token_ids: (
@@ -66,10 +51,6 @@ class GenerationFields(Body, ConstraintFields, PredictionFields, SamplerFields):
     ) = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    ignore_eos: bool | None = None
-    priority: Annotated[Whole, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
-    timeout: Seconds | None = None
-    cache_salt: Annotated[UnicodeText, Field(max_length=256)] | None = None
     return_speed: bool | None = None
     truncate_prompt_tokens: Annotated[Whole, Field(ge=-1, lt=1 << 31)] | None = None
 

@@ -14,7 +14,6 @@ from ktransformers.server.api.openai.schemas.base import History
 from ktransformers.server.api.picture_parts import PICTURE_TYPES, sent_pictures
 
 __all__ = [
-    "AllowedToolsChoice",
     "ChatMessage",
     "ChatTool",
     "ContentPart",
@@ -23,8 +22,6 @@ __all__ = [
     "FunctionDefinition",
     "FunctionTool",
     "MessageToolCall",
-    "NamedFunction",
-    "NamedTool",
 ]
 
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
@@ -251,30 +248,3 @@ ChatTool = Annotated[
     Discriminator(_tool_kind),
     BeforeValidator(_as_tool),
 ]
-
-
-class NamedFunction(History):
-    """The name of a function."""
-
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-
-
-class NamedTool(History):
-    """A tool that must be called."""
-
-    type: Literal["function"]
-    function: NamedFunction
-
-
-class AllowedTools(History):
-    """The tools to which a tool choice is restricted. mode required: one of them must be called."""
-
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=1024, fail_fast=True)]
-
-
-class AllowedToolsChoice(History):
-    """A tool choice by which only some of the tools may be called."""
-
-    type: Literal["allowed_tools"]
-    allowed_tools: AllowedTools

@@ -10,8 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from ktransformers.server.api.draft_fields import DraftFields
-from ktransformers.server.api.openai.schemas.base import UnicodeText
+from ktransformers.server.api.field_types import UnicodeText
 
 __all__ = ["PredictedContent", "PredictionFields"]
 
@@ -42,8 +41,8 @@ class PredictedContent(BaseModel):
     ]
 
 
-class PredictionFields(DraftFields):
-    """Base of OpenAI's bodies: the fields about draft tokens."""
+class PredictionFields(BaseModel):
+    """Base of OpenAI's bodies that ask for an answer."""
 
     prediction: PredictedContent | None = None
 

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, WrapValidator, model_validator
 
-from ktransformers.server.api.openai.schemas.base import Body, TokenId, quick_ids
+from ktransformers.server.api.field_types import Choice, TokenId, Whole, quick_ids
+from ktransformers.server.api.openai.schemas.base import Body
 from ktransformers.server.api.openai.schemas.messages import ChatMessage, ChatTool
-from ktransformers.server.api.whole_numbers import Whole
 
 __all__ = ["DetokenizeBody", "TokenizeBody"]
 
@@ -37,7 +37,7 @@ class TokenizeBody(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: Annotated[list[ChatTool], Field(fail_fast=True)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Choice | None = None
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
     enable_thinking: bool | None = None
     thinking_budget: Annotated[Whole, Field(ge=0, lt=1 << 31)] | None = None
