@@ -72,7 +72,7 @@ class NativeMathMode(TorchFunctionMode):
         return self
 
     @override
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._entered.pop().close()
 
@@ -116,7 +116,7 @@ class NativeMathMode(TorchFunctionMode):
         return cpu.activate(ActivationSpec(kind), None, input.contiguous(), self.pool)
 
 
-def exact_math(operator: Operator) -> AbstractContextManager[Any]:
+def exact_math(operator: Operator) -> AbstractContextManager[object]:
     """Return NativeMathMode, around what an operator computes in torch on the CPU; on a GPU nothing."""
     return nullcontext() if operator.device.is_gpu else NativeMathMode(operator.config.require_pool())
 

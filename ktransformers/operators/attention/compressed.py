@@ -297,8 +297,8 @@ class KCompressedAttention(WrapperOperator):
     def _head_norm(self, heads: torch.Tensor) -> torch.Tensor:
         """Normalize query heads [N, D]."""
         if self._head_eps is None:
-            norm: Any = self.inner.q_b_norm
-            return norm(heads)  # type: ignore[no-any-return]
+            normed: torch.Tensor = self.inner.get_submodule("q_b_norm")(heads)
+            return normed
         return cpu.rms_norm(heads, torch.ones(self.head_dim), self._head_eps, self.config.require_pool())
 
     def _entries(

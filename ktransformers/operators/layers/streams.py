@@ -55,14 +55,14 @@ class StreamsLayer(nn.Module):
         keep_attention_type(self, layer)
 
     @override
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, hidden_states: torch.Tensor, *args: object, **kwargs: Any) -> object:
         if not self.is_native:
             return self._forward(hidden_states, *args, **kwargs)
         with torch._C.DisableTorchFunction():  # see kernels/untraced.py
             return self._forward(hidden_states, *args, **kwargs)
 
     def _forward(
-        self, hidden_states: torch.Tensor, *args: Any, input_ids: torch.Tensor | None = None, **kwargs: Any
+        self, hidden_states: torch.Tensor, *args: object, input_ids: torch.Tensor | None = None, **kwargs: object
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         layer: Any = self.inner
         streams = hidden_states[0].contiguous()
@@ -93,7 +93,7 @@ def streams_layer(layer: nn.Module, call: LayerCall, shapes: list[LayerShape], p
     hidden = layer.get_parameter("input_layernorm.weight").shape[0]
     rows = ProbeInputs().normal(1, PROBE_ROWS, connection.spec.streams, hidden)
 
-    def run(way: nn.Module) -> tuple[Any, ...]:
+    def run(way: nn.Module) -> tuple[object, ...]:
         context = probe_context(shapes, pool, PROBE_ROWS)
         got = way(rows.clone(), *call.args, **{**call.kwargs, "forward_context": context})
         return got if isinstance(got, tuple) else (got,)
@@ -109,8 +109,8 @@ def streams_layer(layer: nn.Module, call: LayerCall, shapes: list[LayerShape], p
     return None
 
 
-def _is_close(got: Any, want: Any) -> bool:
+def _is_close(got: object, want: object) -> bool:
     """Of what a layer returns: its streams, or what its attention chose, which is the same module's either way."""
-    if isinstance(want, torch.Tensor) and want.is_floating_point():
+    if isinstance(got, torch.Tensor) and isinstance(want, torch.Tensor) and want.is_floating_point():
         return close(got, want, of_largest=_TOLERANCE)
     return type(got) is type(want)

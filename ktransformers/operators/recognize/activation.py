@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -94,7 +93,7 @@ def recognize_gated_mlp(module: nn.Module) -> ActivationSpec:
     return matching(got, specs, lambda found: down(_gated(found, gate(rows), up(rows))))
 
 
-def _limit_of(module: nn.Module) -> Any:
+def _limit_of(module: nn.Module) -> object:
     return getattr(module, "limit", getattr(module, "swiglu_limit", None))
 
 

@@ -238,7 +238,7 @@ class KKimiDeltaAttention(RecurrentOperator):
         return side_by_side(qkv), beta, gate.view(shape), forget.view(shape)
 
     @override
-    def _math(self) -> AbstractContextManager[Any]:
+    def _math(self) -> AbstractContextManager[object]:
         return nullcontext()  # but for its gates: everything else is native
 
     def decay(self, forget: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from ktransformers.scheduler.drafting.acceptance import AcceptanceRates
 from ktransformers.scheduler.drafting.prompt_lookup import PromptLookup
 from ktransformers.scheduler.drafting.row_costs import DraftCost, ObserveCost
 
-__all__ = ["EngineDrafter", "EngineDrafts"]
+__all__ = ["DrafterHistory", "EngineDrafts"]
 
 _MAX_STREAK = 4
 """Draft tokens of a sequence that were right one after the other: more tell no more."""
@@ -35,7 +35,7 @@ _OBSERVED = 16
 of the target makes up for that, and running it for all tokens costs more than a few drafts would."""
 
 
-class EngineDrafter:
+class DrafterHistory:
     """What the engine's drafter takes, how often it is right, and when it is tried though it did not pay.
 
     rates: of the draft tokens of all sequences, by the streak and the depth.

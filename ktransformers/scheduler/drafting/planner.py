@@ -24,7 +24,7 @@ from typing import NamedTuple
 from ktransformers.scheduler.batch import PlannedRow, PlannedStep
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.drafting.acceptance import AcceptanceRates
-from ktransformers.scheduler.drafting.engine_drafts import EngineDrafter, EngineDrafts
+from ktransformers.scheduler.drafting.engine_drafts import DrafterHistory, EngineDrafts
 from ktransformers.scheduler.drafting.looks import Looks
 from ktransformers.scheduler.drafting.prompt_lookup import MAX_MATCH, PromptLookup
 from ktransformers.scheduler.drafting.row_costs import RowCosts
@@ -56,7 +56,7 @@ class DraftPlanner:
         self.most, self._chunk_size, self._has_stages = config.max_drafts, config.chunk_size, config.num_stages > 1
         max_rows = min(config.max_running * (1 + self.most), config.chunk_size)
         self._rates, self._costs = AcceptanceRates(MAX_MATCH), RowCosts(max_rows)
-        self._engine = EngineDrafter(config) if config.drafts_in_engine else None
+        self._engine = DrafterHistory(config) if config.drafts_in_engine else None
         self._looks = Looks()
         self._num_untimed = self._untimed_rows = 0  # steps of so many rows to come that are not timed
         self._tries: dict[int, list[float]] = {}  # of steps with draft tokens, by size: what the first ones took
