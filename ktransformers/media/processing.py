@@ -154,21 +154,23 @@ class Processor:
         return made
 
 
-def bound_squares(image_processor: Any) -> None:
+def bound_squares(image_processor: object) -> None:
     """Have an image processor raise MemoryError in place of padding a picture to a square of more than MAX_PIXELS.
 
     That takes minutes, and some do it before they make the picture smaller.
     """
     kind = type(image_processor)
+    pad: Callable[..., object] | None = getattr(kind, "pad_to_square", None)
+    if pad is None:
+        return
 
-    def pad_to_square(self: object, images: Any, *args: Any, **kwargs: Any) -> Any:
+    def pad_to_square(self: object, images: torch.Tensor, *args: object, **kwargs: object) -> object:
         if max(images.shape) ** 2 > MAX_PIXELS:
             raise MemoryError
-        return kind.pad_to_square(self, images, *args, **kwargs)
+        return pad(self, images, *args, **kwargs)
 
-    if hasattr(kind, "pad_to_square"):  # the names go into digests of pictures
-        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        image_processor.__class__ = type(kind.__name__, (kind,), {**names, "pad_to_square": pad_to_square})
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}  # they go into digests of pictures
+    image_processor.__class__ = type(kind.__name__, (kind,), {**names, "pad_to_square": pad_to_square})
 
 
 class _Record:

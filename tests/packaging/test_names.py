@@ -12,7 +12,6 @@ PACKAGE = ROOT / "ktransformers"
 
 SHARED_NAMES = {
     "ChatBody": "the bodies of two dialects, each the schema that its API documents",
-    "ToolChoice": "Anthropic's schema of that name, and what every dialect makes of it",
 }
 """Names of more than one class, and why. The list may only become shorter."""
 
