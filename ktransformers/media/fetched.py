@@ -14,27 +14,18 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from ktransformers.media.fetching import Version, check_allowed, fetch_if_changed
-from ktransformers.media.picture import PictureReader, ReadPicture
-from ktransformers.media.reader import key_of
+from ktransformers.media.picture import ReadPicture
+from ktransformers.media.reader import ChildReader, key_of
 
-__all__ = ["FetchedPictures", "KnowingReader"]
+__all__ = ["FetchedPictures"]
 
 FRESH_SECONDS = 300.0
 """For which a server is not asked again that says nothing about it (Cache-Control)."""
 
 _MOST_SECONDS = 86400.0
 _MOST_KNOWN = 4096
-
-
-class KnowingReader(PictureReader, Protocol):
-    """A reader that finds again what it has read."""
-
-    def known(self, key: bytes, detail: str | None = None) -> ReadPicture | None:
-        """Return the picture of the bytes with this `key_of`, while it is in the store; None: it is not."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +46,7 @@ class FetchedPictures:
         self._lock = threading.Lock()
         self._urls: OrderedDict[str, _Known] = OrderedDict()  # the one that was asked for last is the last
 
-    def get(self, url: str, reader: KnowingReader, detail: str | None = None) -> ReadPicture | bytes:
+    def get(self, url: str, reader: ChildReader, detail: str | None = None) -> ReadPicture | bytes:
         """Return the picture behind a URL as `reader` has read it, or the bytes that it is to read. Blocks. Raises
         ConfigError as `fetch`."""
         check_allowed(url, self._allowed)

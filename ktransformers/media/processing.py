@@ -160,7 +160,7 @@ def bound_squares(image_processor: object) -> None:
     That takes minutes, and some do it before they make the picture smaller.
     """
     kind = type(image_processor)
-    pad = getattr(kind, "pad_to_square", None)
+    pad: Callable[..., object] | None = getattr(kind, "pad_to_square", None)
     if pad is None:
         return
 
@@ -169,7 +169,7 @@ def bound_squares(image_processor: object) -> None:
             raise MemoryError
         return pad(self, images, *args, **kwargs)
 
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}  # go into digests of pictures
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}  # they go into digests of pictures
     image_processor.__class__ = type(kind.__name__, (kind,), {**names, "pad_to_square": pad_to_square})
 
 

@@ -19,9 +19,9 @@ from dataclasses import replace
 from ktransformers.errors import ConfigError, FieldError
 from ktransformers.media.fetching import data_of
 from ktransformers.media.picture import ReadPicture
+from ktransformers.media.reader import ChildReader
 from ktransformers.server.answers.history import left_out
 from ktransformers.server.answers.requests import Conversation, Message, Part, UnreadPicture, joined
-from ktransformers.server.backend.pictures import ServedPictures
 from ktransformers.server.service import Service
 
 __all__ = ["RequestPictures"]
@@ -46,7 +46,7 @@ class RequestPictures:
         self._is_released = False
         self._fetch_seconds = 0.0
         self._altered: list[str] = []
-        self._holder: ServedPictures | None = None  # of the load of the model that this request is answered by
+        self._holder: ChildReader | None = None  # of the load of the model that this request is answered by
         self.shown: tuple[ReadPicture | str, ...] = ()
 
     async def read(self, asked: Conversation) -> Conversation:
@@ -153,7 +153,7 @@ class RequestPictures:
             self._holder.hold(digests)
             self._held += digests
 
-    def _found(self, picture: UnreadPicture, reader: ServedPictures) -> ReadPicture:
+    def _found(self, picture: UnreadPicture, reader: ChildReader) -> ReadPicture:
         source = picture.source
         found: ReadPicture | bytes
         if source[:5].lower() == "data:":
@@ -167,7 +167,7 @@ class RequestPictures:
                 raise ConfigError(f"it is neither a URL nor base64: {error}") from error
         return reader.read(found, picture.detail) if isinstance(found, bytes) else found
 
-    def _fetched(self, url: str, reader: ServedPictures, detail: str | None) -> ReadPicture | bytes:
+    def _fetched(self, url: str, reader: ChildReader, detail: str | None) -> ReadPicture | bytes:
         if self._fetch_seconds > _FETCH_SECONDS:
             raise ConfigError(f"fetching the pictures of this request took more than {_FETCH_SECONDS:g} s")
         began = time.monotonic()

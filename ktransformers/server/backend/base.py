@@ -16,16 +16,17 @@ from typing import Any, ClassVar
 
 from ktransformers.config import EngineConfig
 from ktransformers.core import EmbeddingForm, PastToken, Progress, SamplingParams, TokenEvent
+from ktransformers.engine.api.pictures import Pictures
 from ktransformers.engine.model.card import ModelCard
 from ktransformers.engine.model.opened import ModelDescription
 from ktransformers.engine.sampling.constraints import check_rules
 from ktransformers.engine.sequence.outputs import default_sampling_params
 from ktransformers.engine.step.hidden import embedding_form
 from ktransformers.errors import DeadlineError, KTransformersError, UnsupportedError
+from ktransformers.media.reader import ChildReader
 from ktransformers.media.records import MediaItem, Sight
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.limits import Limits
-from ktransformers.server.backend.pictures import NO_TOWER, PictureSupport, ServedPictures
 from ktransformers.server.backend.profiler import Profiler
 from ktransformers.server.backend.timeline import Timeline
 from ktransformers.tokenizer import Tokenizer
@@ -66,8 +67,8 @@ class ModelInfo:
     max_picture_len: int = 0
     picture_sight: Sight = Sight.NOTHING
     num_extra_ids: int = 0
-    pictures: ServedPictures | None = field(default=None, compare=False, repr=False)
-    no_pictures: str | None = NO_TOWER
+    pictures: ChildReader | None = field(default=None, compare=False, repr=False)
+    no_pictures: str | None = "its files hold no tower for pictures"
 
     @classmethod
     def of(cls, described: ModelDescription, config: EngineConfig, **known: Any) -> ModelInfo:
@@ -110,7 +111,7 @@ class ModelInfo:
         """Names of what a prompt may hold: text, image."""
         return ["text", "image"] if self.no_pictures is None else ["text"]
 
-    def with_pictures(self, support: PictureSupport) -> ModelInfo:
+    def with_pictures(self, support: Pictures) -> ModelInfo:
         """Return the same model, with the pictures that it reads, or why it reads none."""
         return replace(self, pictures=support.reader, no_pictures=support.why_not)
 

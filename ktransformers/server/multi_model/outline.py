@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.api.pictures import as_served
+from ktransformers.engine.api.pictures import as_served, why_no_pictures
 from ktransformers.engine.model.checks import check_tokenizer
 from ktransformers.engine.model.opened import describe_model, open_model
 from ktransformers.server.backend.base import ModelInfo
-from ktransformers.server.backend.pictures import why_text_only
 from ktransformers.server.multi_model.needs import ModelNeeds
 
 __all__ = ["outline_of"]
@@ -26,6 +25,6 @@ def outline_of(config: EngineConfig, needs: ModelNeeds) -> ModelInfo:
         described,
         config,
         max_len=needs.cache_lens if context_len is None else min(needs.cache_lens, context_len),
-        no_pictures=why_text_only(config),
+        no_pictures=why_no_pictures(config),
         card=replace(described.card, gpu_bytes=sum(size for name, size in needs.nbytes.items() if name != "cpu")),
     )

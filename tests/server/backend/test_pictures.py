@@ -43,7 +43,7 @@ def with_eyes(monkeypatch: pytest.MonkeyPatch, module: ModuleType, folder: Path)
         made.append(Eyes(replace(config, picture_folder=folder), FakePictures(FakeStore(folder))))
         return made[-1]
 
-    monkeypatch.setattr(module, "picture_support", support)
+    monkeypatch.setattr(module, "Pictures", support)
     return made
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from ktransformers.errors import ConfigError
 from ktransformers.media.picture import ReadPicture
-from ktransformers.media.reader import key_of
+from ktransformers.media.reader import ChildReader, key_of
 from ktransformers.media.records import Sight, media_ids
+from ktransformers.media.store import PictureStore
 from ktransformers.server.backend.base import ModelInfo
 from ktransformers.tokenizer import Tokenizer
 from tests.support.engines.fake_runner import byte_tokenizer
@@ -24,7 +25,7 @@ PNG = b"\x89PNG" + bytes(range(256))
 """As far as the reader below looks."""
 
 
-class FakeStore:
+class FakeStore(PictureStore):
     """Digests in place of files."""
 
     def __init__(self, folder: Path | None = None):
@@ -34,7 +35,7 @@ class FakeStore:
         return digest in self.digests
 
 
-class FakePictures:
+class FakePictures(ChildReader):
     """Takes for a picture what begins as a PNG does; it has a position for each byte up to ten. calls: what was read,
     and with which detail."""
 

@@ -21,6 +21,7 @@ from typing_extensions import override
 from ktransformers import __version__
 from ktransformers.config import EngineConfig
 from ktransformers.core import FinishReason, GenerationStats, Progress, SamplingParams, TokenEvent
+from ktransformers.engine.api.pictures import Pictures
 from ktransformers.engine.model.checks import check_tokenizer
 from ktransformers.engine.model.opened import ModelDescription, describe_model, open_model
 from ktransformers.engine.sequence.output_processor import OutputProcessor
@@ -41,7 +42,6 @@ from ktransformers.scheduler.records import Request, RequestUpdate, SchedulerSta
 from ktransformers.server.backend.balance_stats import BalanceStats
 from ktransformers.server.backend.base import BackendInterfaceBase, GenerationRequest, ModelInfo, deadline_error
 from ktransformers.server.backend.events import MAX_UNREAD_EVENTS, EventBuffer
-from ktransformers.server.backend.pictures import PictureSupport, picture_support
 from ktransformers.server.backend.profiler import ProfileConfig, Profiler
 from ktransformers.server.backend.replayed_events import replayed_events
 from ktransformers.server.backend.timeline import Chunk
@@ -121,7 +121,7 @@ class BalanceServeInterface(BackendInterfaceBase):
         self._config, self._max_unread, self._clock = config, max_unread, clock
         self._supervisor: Supervisor | None = None
         self._model: ModelInfo | None = None
-        self._pictures: PictureSupport | None = None
+        self._pictures: Pictures | None = None
         self._facts: EngineFacts | None = None
         self._experts: dict[int, list[int]] = {}  # rows of each expert, by layer
         self._streams: dict[str, _Stream] = {}
@@ -133,7 +133,7 @@ class BalanceServeInterface(BackendInterfaceBase):
 
     @override
     async def start(self, progress: Progress | None = None) -> None:
-        self._pictures = await asyncio.to_thread(picture_support, self._config.engine)
+        self._pictures = await asyncio.to_thread(Pictures, self._config.engine)
         config = replace(self._config, engine=self._pictures.config)
         described, files = await asyncio.to_thread(_described, config.engine)  # with the tower that will be read
         self._supervisor = Supervisor(config, self._on_news, files, self._clock)

@@ -9,11 +9,11 @@ from typing_extensions import override
 
 from ktransformers.core import Progress
 from ktransformers.engine.api.llm import open_loop
+from ktransformers.engine.api.pictures import Pictures
 from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.model.checks import check_tokenizer
 from ktransformers.engine.sequence.profiled import model_meta
 from ktransformers.server.backend.interfaces.transformers import LoadedLoop, TransformersInterface
-from ktransformers.server.backend.pictures import picture_support
 
 __all__ = ["KTransformersInterface"]
 
@@ -32,7 +32,7 @@ class KTransformersInterface(TransformersInterface):
     @override
     def _load(self, progress: Progress) -> LoadedLoop:
         check_tokenizer(self._config)
-        pictures = picture_support(self._config)
+        pictures = Pictures(self._config)
         config = pictures.config
         try:
             loop = open_loop(config, lambda report: build_engine(config, report), progress, None, self.name)

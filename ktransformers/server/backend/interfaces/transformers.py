@@ -25,6 +25,7 @@ from ktransformers.core import Progress, TokenEvent
 from ktransformers.engine.api.batch_loop import BatchLoop, EngineRequest, PrefillChunk
 from ktransformers.engine.api.engine_loop import LoopEngine
 from ktransformers.engine.api.generate import Generation, prefill_and_generate
+from ktransformers.engine.api.pictures import Pictures
 from ktransformers.engine.load.reference import build_reference_engine
 from ktransformers.engine.model.checks import check_tokenizer
 from ktransformers.engine.sequence.output_processor import OutputProcessor
@@ -45,7 +46,6 @@ from ktransformers.server.backend.base import (
     deadline_error,
 )
 from ktransformers.server.backend.events import EventBuffer
-from ktransformers.server.backend.pictures import PictureSupport
 from ktransformers.server.backend.profiler import ProfileConfig, Profiler
 from ktransformers.server.backend.replayed_events import replayed_events
 from ktransformers.server.backend.timeline import ChunkClock
@@ -63,7 +63,7 @@ class LoadedLoop:
     model: ModelInfo
     loop: BatchLoop[LoopEngine]
     profiled: ProfileMeta = field(default_factory=lambda: ProfileMeta(backend="", version=__version__))
-    pictures: PictureSupport | None = None
+    pictures: Pictures | None = None
 
     @classmethod
     def of(cls, loop: BatchLoop[LoopEngine], profiled: ProfileMeta) -> LoadedLoop:
