@@ -43,6 +43,7 @@ FAMILIES: dict[str, tuple[str, tuple[str, str] | None]] = {
     "muse_glimmer": ("muse_glimmer", ("to=self<|message|>", "<|eom|><|start|>assistant")),
     "apriel": ("hunyuan", ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]")),
     "invented_sections": ("template", ("<%muse%>", "<%/muse%>")),
+    "invented_quotes": ("template", ("<musing>", "</musing>")),
     "invented_tags": ("template", ("<pondering>", "</pondering>")),
     "invented_json": ("template", THINK),
     "invented_keywords": ("template", THINK),
@@ -175,6 +176,16 @@ def test_calls_that_a_template_writes_are_read_back(name: str, calls: Calls) -> 
         assert not text or text in tokenizer.render_chat_template([QUESTION, turn([], "")], SCHEMAS)
 
 
+@pytest.mark.parametrize("code", ["</with></do>", "a ]]> b\n", "x[y[0]]>1 && z", "\n<![CDATA[\n", "", "]]>", "&]]>"])
+def test_within_quotes_no_tag_ends_a_value(code: str) -> None:
+    """The quote does behind which the value's own tag stands."""
+    tokenizer = tokenizer_of("invented_quotes")
+    calls: Calls = [("fs.read-file", {"code": code, "city": "&"}), ("now", {})]
+    prompt, answer = split_turn(tokenizer, turn(calls))
+    for pieces in cuts(answer):
+        assert read(tokenizer, prompt, pieces)[2] == calls
+
+
 @pytest.mark.parametrize("name", [name for name, (_, marks) in FAMILIES.items() if marks not in (None, THINK)])
 def test_reasoning_that_a_template_writes_is_read_back(name: str) -> None:
     tokenizer = tokenizer_of(name)
@@ -243,7 +254,7 @@ def test_forced_calls_are_what_the_template_writes(name: str) -> None:
     form = TOOL_FORMATS.get(FAMILIES[name][0])
     first = {"muse_glimmer": " to=fs", "apriel": "<tool_calls>", "invented_json": "Invoke:",
              "kimi_k3": "<|open|>response"}.get(name)  # fmt: skip
-    tags = form.tokens if form else ("<%do%>", "<perform", "<run>")
+    tags = form.tokens if form else ("<%do%>", "<perform", "<run>", "<do task")
     at = answer.index(first) if first else min(answer.index(tag) for tag in tags if tag in answer)
     text = answer[at:].strip() if name != "muse_glimmer" else answer[at:]
     text = text.replace("'a'", '"a"')  # strings are written as in JSON

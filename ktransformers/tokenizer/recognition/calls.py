@@ -36,6 +36,8 @@ _STRING = {"type": "string"}
 _SCHEMAS = {
     name: {"type": "object", "properties": {"qzkeya": _STRING, "qzkeyb": _STRING}} for name in ("qzfirst", "qzsecond")
 }
+_MARKUP = "qzvaluea <&>\nqzvalueb"
+"""A string that templates put in quotes, if they do so with any."""
 _OBJECT = re.compile(r'\{\s*"qzkeya"\s*:\s*"(qzvalue[ac])"\s*,\s*"qzkeyb"\s*:\s*"(qzvalue[bd])"\s*\}', re.DOTALL)
 _ID = re.compile(r"qzid0000[01]|\b[0-9]{1,2}\b")
 
@@ -137,7 +139,7 @@ def _learn(probe: Probe) -> CallShape | None:
         for two in [*_regions(probe, [_FIRST, _SECOND]), None]:
             shape = _Learner(probe.splitter, one, two).shape()
             if shape is not None:
-                return _with_kinds(probe, shape)
+                return _with_quotes(probe, _with_kinds(probe, shape))
     return None
 
 
@@ -275,3 +277,15 @@ def _with_kinds(probe: Probe, shape: CallShape) -> CallShape:
         return shape
     kinds = {**told, "string": "string", "integer": told["number"]}
     return replace(shape, parameter=(f"{before}KIND{after}", shape.parameter[1]), kinds=kinds)
+
+
+def _with_quotes(probe: Probe, shape: CallShape) -> CallShape:
+    """The same with what the template writes around a string that holds a tag's characters."""
+    if shape.spelling is not Spelling.TAGS:
+        return shape
+    head, tail = (text.replace("KEY", "qzkeya") for text in shape.parameter)
+    head = head.replace("KIND", shape.kinds.get("string", "true"))
+    text = next(iter(probe.calls([Call("qzfirst", {"qzkeya": _MARKUP})])), "")
+    before, _, after = text.partition(_MARKUP)
+    quotes = before.rpartition(head)[2].strip(), after.partition(tail.strip())[0].strip()
+    return replace(shape, quotes=quotes) if all(quotes) and head in before else shape

@@ -32,7 +32,7 @@ _BRACKETS = {"object": "{", "array": "["}
 class ValueTags:
     """The tags at which a value ends. close: its own. parameter: begins the next one. after: end the call.
 
-    calls: begin another.
+    calls: begin another. quotes: see CallShape; within them no tag ends a value.
     Of formats that nothing is known of but their shape there is `close` alone.
     """
 
@@ -40,6 +40,7 @@ class ValueTags:
     parameter: str = ""
     after: tuple[str, ...] = ()
     calls: tuple[str, ...] = ()
+    quotes: tuple[str, str] | None = None
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -83,6 +84,8 @@ class ParameterWriter:
         self._keys.add(key)
         if trims and not (yield from parser.cursor.match("\r\n")):
             yield from parser.cursor.match("\n")
+        if tags.quotes and (yield from parser.cursor.match(tags.quotes[0])):
+            return (yield from self._quoted(tags.close, tags.quotes[1], kinds))
         if kinds == _STRING:
             parser.argue('"')
             has_end = yield from self._value(tags, trims, lambda piece: parser.argue(escaped(piece)))
@@ -118,6 +121,23 @@ class ParameterWriter:
             if tag == tags.close or (yield from self._ends_before(tag, tags)):
                 return True
             sink(found)
+
+    def _quoted(self, close: str, quote: str, kinds: frozenset[str]) -> Steps[bool]:
+        """Read what the opening quote began: a string, unless the schema has only others. False: it was cut off."""
+        parser, cursor = self._parser, self._parser.cursor
+        is_string, parts = not kinds or "string" in kinds, list[str]()
+        sink: Sink = (lambda piece: parser.argue(escaped(piece))) if is_string else parts.append
+        if is_string:
+            parser.argue('"')
+        while (yield from cursor.find((quote,), sink, drops_begun=1)) is not None:
+            blanks = list[str]()
+            if not (yield from cursor.blanks(blanks.append)) or (yield from cursor.match(close)):
+                break
+            sink("".join((quote, *blanks)))  # the closing quote is one behind which the value's tag stands
+        if cursor.is_cut_here:
+            return False
+        parser.argue('"' if is_string else as_json("".join(parts), kinds))
+        return True
 
     def _ends_before(self, tag: str, tags: ValueTags) -> Steps[bool]:
         """Whether a value ends where this tag, which was read, begins; the tag is put back then."""

@@ -220,9 +220,9 @@ class ShapeParser(ParameterParser):
         if not key:
             return False
         is_string = None if kind is None else kind == self._shape.kinds.get("string", "true")
-        tag = after.replace("KEY", key).strip()
+        tags = ValueTags(after.replace("KEY", key).strip(), quotes=self._shape.quotes)
         trims = before.endswith("\n") and after.startswith("\n")
-        return (yield from writer.read(key, ValueTags(tag), trims=trims, is_string=is_string))
+        return (yield from writer.read(key, tags, trims=trims, is_string=is_string))
 
     @override
     def next_key(self, tag: str) -> Steps[str]:

@@ -33,8 +33,10 @@ class CallShape:
     A call is head, its arguments, foot. In head NAME stands for the tool's name, # for a number or an id that `number`
     matches. `parameter`, of arguments between tags: the text before a value, with KEY for its name and KIND for its
     type, and the text after it, which may hold KEY too. kinds: the words for KIND by the names that JSON schema has for
-    types; empty: "true" for strings and "false" for others. sep None: no more than one call. No text here may be the
-    beginning of another that can stand in its place. around: texts that may stand around all calls or not.
+    types; empty: "true" for strings and "false" for others. quotes: what stands around strings of more than one line,
+    or with characters of tags in them, which then are no tags; None: they stand as others do. sep None: no more than
+    one call. No text here may be the beginning of another that can stand in its place. around: texts that may stand
+    around all calls or not.
     has_thoughts: the reasoning may come first, as a message of its own.
     """
 
@@ -49,6 +51,7 @@ class CallShape:
     has_thoughts: bool = False
     number: str = NUMBER
     kinds: Mapping[str, str] = field(default_factory=dict)
+    quotes: tuple[str, str] | None = None
 
     @property
     def json_keys(self) -> tuple[str, str] | None:
