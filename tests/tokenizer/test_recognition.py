@@ -6,15 +6,19 @@ The templates in templates/turns are whole turns of families, and some of no fam
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import TemplateError
 from transformers import AddedToken
 
 from ktransformers.core import Constraint, ConstraintKind
-from ktransformers.errors import ConfigError
+from ktransformers.errors import ConfigError, ConversationError
+from ktransformers.tokenizer.recognition import probe as probe_module
 from ktransformers.tokenizer.recognition.segments import shared_start
+from ktransformers.tokenizer.template_limits import TemplateLimitError
 from ktransformers.tokenizer.tokenizer import Tokenizer
 from ktransformers.tokenizer.tools import (
     TOOL_FORMATS,
@@ -174,6 +178,23 @@ def test_calls_that_a_template_writes_are_read_back(name: str, calls: Calls) -> 
         assert found == calls
         assert not thoughts
         assert not text or text in tokenizer.render_chat_template([QUESTION, turn([], "")], SCHEMAS)
+
+
+@pytest.mark.parametrize("is_limit", [False, True])
+def test_a_pause_beside_a_refusal_is_no_limit(monkeypatch: pytest.MonkeyPatch, is_limit: bool) -> None:
+    """The collector of garbage may take a second anywhere; a template that ran into a limit is not rendered again."""
+    clock, rendered = [0.0], list[int]()
+
+    def render(messages: Sequence[Mapping[str, Any]], *_: object) -> str:
+        rendered.append(len(messages))
+        clock[0] += 1.0
+        cause = TemplateLimitError("it takes longer") if is_limit else TemplateError("no such turns")
+        raise ConversationError("refused") from cause
+
+    monkeypatch.setattr(probe_module.time, "thread_time", lambda: clock[0])
+    probe = probe_module.Probe(render, ())
+    assert [probe.opening(), probe.opening()] == [None, None]
+    assert len(rendered) == (1 if is_limit else 2)
 
 
 @pytest.mark.parametrize("code", ["</with></do>", "a ]]> b\n", "x[y[0]]>1 && z", "\n<![CDATA[\n", "", "]]>", "&]]>"])

@@ -10,6 +10,7 @@ from typing import Any
 
 from ktransformers.errors import KTransformersError
 from ktransformers.tokenizer.recognition.segments import Splitter
+from ktransformers.tokenizer.template_limits import TemplateLimitError
 
 __all__ = ["CONTENT", "THOUGHTS", "TOOLS", "Call", "Probe", "Render"]
 
@@ -19,7 +20,6 @@ Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | No
 MAX_SECONDS = 2.0
 """Of processor time, for everything that is rendered of one template."""
 
-_SLOW = 0.15
 _QUESTION, CONTENT, THOUGHTS, _RESULT = "qzquestion", "qzanswer", "qzthoughts", "qzresult"
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
@@ -66,8 +66,8 @@ class Probe:
             return None
         try:
             text = self._render([{"role": "user", "content": _QUESTION}, *turns], TOOLS if has_tools else None, opens)
-        except KTransformersError:
-            if time.thread_time() - began > _SLOW:  # it ran into a limit, and would do so again
+        except KTransformersError as error:
+            if isinstance(error.__cause__, TemplateLimitError):  # it would run into that again
                 self._deadline = began
             return None
         before, found, after = text.rpartition(_QUESTION)
