@@ -19,8 +19,9 @@ from ktransformers.kernels.cpu import WorkerPool, limits
 from ktransformers.kernels.types import QuantType
 from ktransformers.models import synthetic_shapes
 from ktransformers.models.facts import ModelFacts
-from ktransformers.models.synthetic_shapes import PublishedShape, small_config
+from ktransformers.models.synthetic_shapes import small_config
 from ktransformers.optimize.machine_speed import CpuSpeed, Curve, MachineSpeed, StepCost
+from tests.support.models.shapes import made_shape
 
 TINY = ProbeSizes(
     read=2 << 20,
@@ -107,7 +108,7 @@ def test_costs_of_prompts_are_apart_from_those_of_decode(monkeypatch: pytest.Mon
 def test_prediction_beside_a_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tiny_speed: CpuSpeed
 ) -> None:
-    shape = PublishedShape("gpt-oss-120b", 4, partial(small_config, "qwen3-30b-a3b"))
+    shape = made_shape("gpt-oss-120b", 4, partial(small_config, "qwen3-30b-a3b"))
     monkeypatch.setitem(synthetic_shapes.SHAPES, "gpt-oss-120b", shape)  # a name that the command line knows
     costs = step_costs(1, families={"grouped": "qwen3-30b-a3b"})
     assert set(costs) == {"grouped"}

@@ -33,8 +33,8 @@ from ktransformers.errors import UnsupportedError
 from ktransformers.kernels.cpu import limits
 from ktransformers.kernels.types import QuantType
 from ktransformers.models import synthetic_shapes
-from ktransformers.models.synthetic_shapes import PublishedShape
 from ktransformers.weights.gguf.file import open_gguf
+from tests.support.models.shapes import made_shape
 from tests.support.models.tiny_models import tiny_config
 
 EXPERTS, TOP_K, LAYERS, HIDDEN, VOCAB = 32, 4, 2, 256, 4096
@@ -50,7 +50,7 @@ def tiny(layers: int) -> Any:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The shape of these tests among those that are known; nobody waits for the machine's limits."""
-    monkeypatch.setitem(synthetic_shapes.SHAPES, "tiny", PublishedShape("tiny", LAYERS, tiny))  # type: ignore[arg-type]
+    monkeypatch.setitem(synthetic_shapes.SHAPES, "tiny", made_shape("tiny", LAYERS, tiny))
     read, peak = limits.read_bandwidth, limits.int8_peak
     monkeypatch.setattr(limits, "read_bandwidth", partial(read, nbytes=1 << 20, repeats=1))
     monkeypatch.setattr(limits, "int8_peak", partial(peak, repeats=1))

@@ -18,9 +18,9 @@ from ktransformers.engine.load.builder import Hardware, plan_model
 from ktransformers.engine.model.opened import open_synthetic
 from ktransformers.kernels.cpu import limits
 from ktransformers.models import synthetic_shapes
-from ktransformers.models.synthetic_shapes import PublishedShape
 from ktransformers.optimize.machine import detect_machine
 from tests.support.engines.fake_gpus import fake_hardware
+from tests.support.models.shapes import made_shape
 from tests.support.models.tiny_models import tiny_config
 
 EXPERTS, TOP_K, LAYERS, HIDDEN, VOCAB = 32, 2, 4, 256, 4096
@@ -36,7 +36,7 @@ def tiny(layers: int) -> Any:
 @pytest.fixture(autouse=True)
 def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """The shape of these tests among those that --synthetic knows; nobody waits for the machine's limits."""
-    monkeypatch.setitem(synthetic_shapes.SHAPES, "tiny", PublishedShape("tiny", LAYERS, tiny))  # type: ignore[arg-type]
+    monkeypatch.setitem(synthetic_shapes.SHAPES, "tiny", made_shape("tiny", LAYERS, tiny))
     measure = limits.read_bandwidth
     monkeypatch.setattr(limits, "read_bandwidth", lambda pool: measure(pool, nbytes=1 << 20, repeats=1))
 
