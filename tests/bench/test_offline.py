@@ -20,8 +20,7 @@ from ktransformers.kernels.cpu import limits
 from ktransformers.models import synthetic_shapes
 from ktransformers.optimize.machine import Machine
 from ktransformers.optimize.plan import Plan
-from tests.support.models.shapes import made_shape
-from tests.support.models.tiny_models import tiny_config
+from tests.support.models.tiny_models import made_shape, tiny_config
 
 EXPERTS, TOP_K, LAYERS, HIDDEN, VOCAB = 32, 2, 4, 256, 4096
 

@@ -21,7 +21,7 @@ from ktransformers.models import synthetic_shapes
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.synthetic_shapes import small_config
 from ktransformers.optimize.machine_speed import CpuSpeed, Curve, MachineSpeed, StepCost
-from tests.support.models.shapes import made_shape
+from tests.support.models.tiny_models import made_shape
 
 TINY = ProbeSizes(
     read=2 << 20,

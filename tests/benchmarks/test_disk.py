@@ -34,8 +34,7 @@ from ktransformers.kernels.cpu import limits
 from ktransformers.kernels.types import QuantType
 from ktransformers.models import synthetic_shapes
 from ktransformers.weights.gguf.file import open_gguf
-from tests.support.models.shapes import made_shape
-from tests.support.models.tiny_models import tiny_config
+from tests.support.models.tiny_models import made_shape, tiny_config
 
 EXPERTS, TOP_K, LAYERS, HIDDEN, VOCAB = 32, 4, 2, 256, 4096
 MIB = 1 << 20

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from ktransformers.models.synthetic_shapes import PublishedShape
 
 DENSE_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 WINDOW = 16  # positions that a layer with a window sees
@@ -428,3 +430,12 @@ _FAMILY_VALUES = {
         "head_dim": 16,
     },
 }
+
+
+def made_shape(name: str, num_layers: int, make: Callable[[int], PretrainedConfig]) -> PublishedShape:
+    """A shape for --synthetic whose config for so many layers is what `make` returns."""
+
+    def kind(*, num_hidden_layers: int, **_: object) -> PretrainedConfig:
+        return make(num_hidden_layers)
+
+    return PublishedShape(name, num_layers, cast(type[PretrainedConfig], kind), "", lambda num_layers: {})
