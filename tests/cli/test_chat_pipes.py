@@ -44,6 +44,14 @@ def test_an_empty_pipe_is_said(chat: Chat, tmp_path: Path) -> None:
     assert "WARNING" not in err
 
 
+def test_files_that_a_pipe_names_are_not_attached_and_that_is_said(chat: Chat, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    out, err = chat(f"what is @{tmp_path}/notes.txt?\n", "chat")
+    assert out == f"you said what is @{tmp_path}/notes.txt?\n"
+    assert "files named with @ are attached to -p PROMPT and to --lines" in err
+    assert "attached" not in chat("what is @gone.txt, a@b.c?\n", "chat")[1]
+
+
 def test_prompt_file_and_then_the_pipe(chat: Chat, tmp_path: Path) -> None:
     prompt = tmp_path / "p"
     prompt.write_text("from a file")

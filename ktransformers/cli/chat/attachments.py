@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from ktransformers.cli.chat.input import read_text_file
@@ -15,7 +16,7 @@ from ktransformers.media.limits import MAX_NBYTES, begins_as_picture
 from ktransformers.system.file_kinds import read_head
 from ktransformers.system.user_files import read_named
 
-__all__ = ["MENTION_START", "Attached", "attach_files", "fenced", "read_picture_file", "with_document"]
+__all__ = ["MENTION_START", "Attached", "attach_files", "fenced", "names_files", "read_picture_file", "with_document"]
 
 MENTION_START = r"(?<![A-Za-z0-9_@./])@"
 """Not after a letter: an @ inside of a word belongs to an address. Scripts without spaces may stand before it."""
@@ -26,6 +27,7 @@ _MENTION = re.compile(MENTION_START + r"""(?:"(?P<quoted>[^"\n]+)"|(?P<plain>[^\
 _PASTED = re.compile(
     r"""(?<!\S)(?:'(?P<single>[~/][^'\n]+)'|"(?P<double>[~/][^"\n]+)"|(?P<bare>[~/](?:\\.|[^\s\\])+))(?!\S)"""
 )
+_MOST_LOOKED_UP = 64
 _BACKTICKS = re.compile(r"`{3,}")
 _AFTER_A_PATH = "?.,;:!)]}>'\"`"  # what a sentence puts behind a path, and letters that are not ASCII
 _ENDS_A_PATH = re.compile(r"""[,;)\]}>'"`]|[^\x00-\x7f]""")  # of these, what a sentence can go on after
@@ -96,6 +98,12 @@ def _pasted_pictures(text: str) -> dict[Path, bytes]:
         if "\0" not in name and os.path.isfile(path) and (data := read_picture_file(path)) is not None:
             found[path] = data
     return found
+
+
+def names_files(text: str) -> bool:
+    """Whether `attach_files` would attach a file for one of the first mentions of `text`."""
+    mentions = islice(_MENTION.finditer(text), _MOST_LOOKED_UP)
+    return any(_file(mention["quoted"] or mention["plain"]) is not None for mention in mentions)
 
 
 def attach_files(text: str, note: Callable[[str], None]) -> Attached:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ktransformers.cli.chat.attachments import attach_files, read_picture_file, with_document
+from ktransformers.cli.chat.attachments import attach_files, names_files, read_picture_file, with_document
 from ktransformers.cli.chat.history import ChatHistory, Content, text_of
 from ktransformers.cli.chat.input import TurnSource, UserTurn, quoted, read_prompt_file, typed_path
 from ktransformers.cli.chat.output import View, drafts_of, format_stats
@@ -157,6 +157,10 @@ class ChatLoop:
             elif turn.has_attachments:
                 attached = attach_files(text, self.view.note)
                 content = self._with_pictures(with_document(attached.text, turn.document), attached.pictures)
+            elif names_files(text):
+                self.view.note(
+                    "files named with @ are attached to -p PROMPT and to --lines, not to a text from elsewhere"
+                )
             self.answer(content, replaces=is_edited)
             self._typed = (content, typed)
         except ContextLengthError as error:

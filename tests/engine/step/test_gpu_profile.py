@@ -83,7 +83,7 @@ def test_parts_of_steps_are_timed_while_somebody_asks(experts: str, tmp_path: Pa
     engine = engine_on(tmp_path, graphs, experts)
     before = engine.runner.forward(ids[:5], 0, [4]).clone()
     captured = list(graphs.captured)
-    profile = engine.runner.profile_gpus(True)
+    profile = engine.runner.steps.profile_gpus(True)
     assert profile is not None
     assert graphs.captured == captured * 2
     assert torch.equal(engine.runner.forward(ids[:5], 0, [4]), before)
@@ -98,7 +98,7 @@ def test_parts_of_steps_are_timed_while_somebody_asks(experts: str, tmp_path: Pa
     assert (times.diff() >= 0).all()
     engine.runner.forward(ids[5:6], 5, [0])
     assert list(profile.latest.devices[0].labels) == labels
-    engine.runner.profile_gpus(False)
+    engine.runner.steps.profile_gpus(False)
     seen = profile.latest
     engine.runner.forward(ids[6:7], 6, [0])
     assert profile.latest is seen
