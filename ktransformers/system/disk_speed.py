@@ -122,7 +122,7 @@ class _Readers:
 
     def _read(self) -> None:
         with mmap.mmap(-1, PIECE) as memory:  # begins with a page, as O_DIRECT wants it
-            while time.perf_counter() < self._deadline and self._error is None:
+            while self._error is None:  # a piece at least, however late the thread begins
                 try:
                     offset = self._offsets.pop()  # atomic
                 except IndexError:
@@ -134,3 +134,5 @@ class _Readers:
                     return
                 with self._lock:
                     self._nbytes += count
+                if time.perf_counter() >= self._deadline:
+                    return

@@ -52,6 +52,13 @@ def test_it_says_when_the_cache_is_not_passed_by(tmp_path: Path, monkeypatch: py
     assert measure_disk(path).why_cached == "this system has no O_DIRECT"
 
 
+def test_threads_that_begin_too_late_read_a_piece_each(tmp_path: Path) -> None:
+    """A machine that is busy has a speed all the same: plans divide by it."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(3 * PIECE))
+    assert measure_disk(path, seconds=0.0, num_threads=2).bytes_per_s > 0
+
+
 def test_what_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OSError, match="it is empty"):
         measure_disk(made(tmp_path / "empty.gguf", 0))
