@@ -297,7 +297,8 @@ class KCompressedAttention(WrapperOperator):
     def _head_norm(self, heads: torch.Tensor) -> torch.Tensor:
         """Normalize query heads [N, D]."""
         if self._head_eps is None:
-            normed: torch.Tensor = self.inner.get_submodule("q_b_norm")(heads)
+            with self._exact():
+                normed: torch.Tensor = self.inner.get_submodule("q_b_norm")(heads)
             return normed
         return cpu.rms_norm(heads, torch.ones(self.head_dim), self._head_eps, self.config.require_pool())
 

@@ -17,6 +17,7 @@ from ktransformers.kernels.triton.recurrent.mixers import DeltaNet, gated_delta_
 from ktransformers.operators.base import OperatorConfig, OperatorRuntime, Placement
 from ktransformers.operators.context import StateStep
 from ktransformers.operators.device import use
+from ktransformers.operators.exact import exact_math
 from ktransformers.operators.linear.joined import JoinedLinears, side_by_side
 from ktransformers.operators.recurrent.base import RecurrentOperator
 
@@ -261,7 +262,7 @@ class KKimiDeltaAttention(RecurrentOperator):
             return mixed_out
         mixed = self.convolve(joined, states, step, "silu")
         q, k, v = (part.view(shape) for part in mixed.chunk(3, dim=-1))
-        with super()._math():
+        with exact_math(self):
             decay, beta = self.decay(forget), torch.sigmoid(logits.float())
         out = self.scans.delta_scan((q, k, v), decay, beta, states["recurrent"], step)
         norm = inner.o_norm
