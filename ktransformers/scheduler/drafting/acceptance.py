@@ -16,7 +16,7 @@ _PRIOR_WEIGHT = 8.0
 _MODEL_PRIOR = 0.6
 """What is assumed of a draft token that a model has found, behind right ones."""
 
-_NEARLY = 0.02
+_NEARLY = 0.01
 """How far a rate has to move before chances are computed anew: they are asked for in every step."""
 
 

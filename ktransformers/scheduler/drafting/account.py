@@ -5,13 +5,10 @@ drafting, and the rows of draft tokens cost a share of a plain step each; accept
 
     balance = accepted tokens / sequences - (seconds of the step with draft tokens, and of finding them, / plain - 1)
 
-    balance
-     _MOST - +----+  what is older than some 1 / _FADING steps counts for little
-             |     \    /\
-         0 --+------\--/--\----------------+-----+----------------------------+-----
-             |             \ overdrawn     |tried \ overdrawn                 |
-                              rests        | again   rests twice as long
+    awake ── overdrawn ──> rests ── balance 0 ──> awake: tried again ── overdrawn ──> rests twice as long
+                                                      └── gains ──> awake, and each plain step gained halves the rests
 
+What is older than some 1 / _FADING steps counts for little, so that what gained much is given up as soon as it loses.
 An overdrawn account rests for as many steps as make what it is overdrawn by a small share of them, and is tried again.
 From one rest to the next that share is halved, down to _LEAST_SHARE: so that what never pays takes that much at most in
 the long run, and what pays again is found out. Pure: knows no tokens and reads no clock.
@@ -41,11 +38,11 @@ class Account:
         self._share, self.wakes_at, self._rests = _FIRST_SHARE, 0, False
 
     def spend(self, steps: float) -> None:
-        """Take what draft tokens cost in a step. What is spent in a rest, so that they can be tried behind it, is paid
-        for when they are."""
+        """Take what draft tokens cost in a step, of which the least share is free. What is spent in a rest, so that
+        they can be tried behind it, is paid for when they are."""
         self._due += steps
         if not self._rests:
-            self.balance -= _FADING * self.balance + self._due
+            self.balance -= _FADING * self.balance + self._due - _LEAST_SHARE
             self._due = 0.0
 
     def earn(self, steps: float) -> None:

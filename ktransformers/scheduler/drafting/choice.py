@@ -13,11 +13,16 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TypeAlias
 
 __all__ = ["MARGIN", "choose", "gains"]
 
 MARGIN = 1.05
 """How many times as fast answers must become, in the mean: what is known of times and acceptance is not exact."""
+
+
+_Group: TypeAlias = tuple[tuple[float, ...], bool]
+"""Chances of a draft, and whether the engine has to find it: of one sequence or several."""
 
 
 @lru_cache(maxsize=1024)
@@ -41,26 +46,30 @@ def choose(
     0, 1, ... draft tokens lose, see RowCosts.losses; no more are run. token_share: what one more token of the longest
     draft that the engine finds takes, in plain steps.
     """
-    rows, counts = len(chances), [0] * len(chances)
+    rows = len(chances)
     groups = Counter(zip(chances, costly, strict=True))
     most = math.fsum(num * sum(gains(key[0])) for key, num in groups.items())  # what all of them would gain
-    best, gain = rows * math.log(MARGIN), 0.0
+    best, depths = rows * math.log(MARGIN), dict[_Group, int]()
     if len(losses) < 2 or most - losses[1] <= best:
-        return counts, 0.0
+        return [0] * rows, 0.0
     drafts = [(one, -depth, key) for key in groups for depth, one in enumerate(gains(key[0]), 1)]
     drafts.sort(reverse=True)
-    num, deepest, depths, chosen = 0, 0, dict[tuple[tuple[float, ...], bool], int](), list[object]()
-    for at, (one, depth, key) in enumerate(drafts):
-        num += groups[key]
-        if num >= len(losses) or most - losses[num] <= best:
-            break  # nor do more of them gain what they lose
-        gain, loss = gain + groups[key] * one, losses[num]
-        if key[1]:
-            deepest = max(deepest, -depth)
-        if deepest and token_share:
-            loss = rows * math.log(math.exp(loss / rows) + deepest * token_share)
-        if gain - loss > best:
-            best, chosen = gain - loss, drafts[: at + 1]
-    for _, depth, key in chosen:
-        depths[key] = -depth
+    ways = [drafts]
+    if any(costly):  # or only what takes no time to find
+        ways.append([draft for draft in drafts if not draft[2][1]])
+    for way in ways:
+        num, gain, deepest, chosen = 0, 0.0, 0, 0
+        for at, (one, depth, key) in enumerate(way, 1):
+            num += groups[key]
+            if num >= len(losses) or most - losses[num] <= best:
+                break  # nor do more of them gain what they lose
+            gain, loss = gain + groups[key] * one, losses[num]
+            if key[1]:
+                deepest = max(deepest, -depth)
+            if deepest:
+                loss = rows * math.log(math.exp(loss / rows) + deepest * token_share)
+            if gain - loss > best:
+                best, chosen = gain - loss, at
+        if chosen:
+            depths = {key: -depth for _, depth, key in way[:chosen]}
     return [depths.get(key, 0) for key in zip(chances, costly, strict=True)], best if depths else 0.0

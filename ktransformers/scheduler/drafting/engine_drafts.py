@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from ktransformers.scheduler.batch import PlannedStep
 from ktransformers.scheduler.config import SchedulerConfig
-from ktransformers.scheduler.drafting.account import Account
 from ktransformers.scheduler.drafting.acceptance import AcceptanceRates
+from ktransformers.scheduler.drafting.account import Account
 from ktransformers.scheduler.drafting.row_costs import DraftCost
 from ktransformers.scheduler.records import UNKNOWN
 from ktransformers.scheduler.sequence import Sequence

@@ -160,8 +160,8 @@ class DraftPlanner:
     def _likelier(
         self, seqs: Seq[Sequence], mosts: Seq[int], texts: Seq[tuple[float, ...]]
     ) -> tuple[list[tuple[float, ...]], list[bool]]:
-        """Of each sequence, the chances of the text's draft tokens or of the engine's, and whether they are these: where
-        the last tokens stood before, what followed there may be likelier than what a model finds, and costs nothing."""
+        """Of each sequence, the chances of the text's draft tokens or of the engine's, and whether it is the engine's:
+        what followed the last tokens where they stood before may be likelier, and takes no time to find."""
         assert self._engine is not None
         found = [self._engine.chances(seq, most) for seq, most in zip(seqs, mosts, strict=True)]
         costly = [sum(one) > sum(text) for one, text in zip(found, texts, strict=True)]

@@ -3,9 +3,9 @@
 A step is plain where nobody looked for draft tokens: those are what drafts have to pay for. Sizes are as in
 step_times.py, half powers of two, and are timed apart for both kinds. Of the last few times of each the second least
 counts: what else the machine does only ever adds to them, and a median of a busy moment would make draft tokens look
-cheap until plain steps are run again. So they are, now and then. Between sizes that were timed of late, steps take what
-lies on the line through both. Beyond the largest a row is taken to cost a little less than the last one did: sizes up to
-twice as large are tried where that would pay, a few times, and known from then on.
+cheap until plain steps are run again. So they are, now and then. Between sizes that were timed of late, steps take
+what lies on the line through both. Beyond the largest a row is taken to cost a little less than the last one did: sizes
+up to twice as large are tried where that would pay, a few times, and known from then on.
 
 Where steps are planned ahead, those with draft tokens are not: what they draw has to be known before the next step is
 planned, and so has what is drawn before they are planned. Meanwhile nothing is computed:
@@ -13,8 +13,8 @@ planned, and so has what is drawn before they are planned. Meanwhile nothing is 
     planned ahead      | step | step | step |
     with draft tokens  | step | -- | drafted | -- | step | step |
 
-How long that is, `wait`, is learnt from plain steps that begin behind one. It is no part of what rows take, and is added
-to what draft tokens do.
+How long that is, `wait`, is learnt from plain steps that begin behind one. It is no part of what rows take, and is
+added to what draft tokens do.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _NUM_WAITS = 15
 _LEAST_SHARE = 0.1
 """Of a step that waited, the share that is its own at least: waits were learnt of steps of other sizes, too."""
 
-_STALE = 32
+_STALE = 64
 """Steps after which plain ones have to be timed again, to be compared with."""
 
 _FIRST_SLOPE, _LATER_SLOPE = 0.1, 0.9
