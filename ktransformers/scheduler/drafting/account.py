@@ -18,24 +18,27 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["Account"]
+__all__ = ["FIRST_SHARE", "Account"]
 
-_FIRST, _MOST = 1.0, 8.0
+_FIRST, _MOST = 1.0, 16.0
 """Plain steps that may be lost at first, and behind any gains."""
 
 _FADING = 1 / 32
 """The share of a balance that is forgotten with each step that is paid for."""
 
-_FIRST_SHARE, _LEAST_SHARE = 0.048, 0.003
-"""The shares of a rest that were lost before it."""
+FIRST_SHARE, _LEAST_SHARE = 0.096, 0.003
+"""The shares of a rest that were lost before it. Where the first one is smaller, drafts that pay well in the mean rest
+for long behind a few that were wrong."""
 
 
 class Account:
-    """What draft tokens of one kind gained of late, less what they cost, in plain steps. `now` counts steps."""
+    """What draft tokens of one kind gained of late, less what they cost, in plain steps. `now` counts steps.
+    first_share: the share of the first rest that may be lost before it."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_share: float = FIRST_SHARE) -> None:
         self.balance, self._profit, self._due = _FIRST, 0.0, 0.0
-        self._share, self.wakes_at, self._rests = _FIRST_SHARE, 0, False
+        self._share = self._first_share = first_share
+        self.wakes_at, self._rests = 0, False
 
     def spend(self, steps: float) -> None:
         """Take what draft tokens cost in a step, of which the least share is free. What is spent in a rest, so that
@@ -49,7 +52,7 @@ class Account:
         """Add what accepted draft tokens saved. Each plain step more that is saved with a balance doubles the share."""
         if self.balance > _FIRST:
             self._profit += steps
-            self._share = min(self._share * 2.0 ** int(self._profit), _FIRST_SHARE)
+            self._share = min(self._share * 2.0 ** int(self._profit), self._first_share)
             self._profit %= 1.0
         self.balance = min(self.balance + steps, _MOST)
 

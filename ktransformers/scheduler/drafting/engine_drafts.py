@@ -14,7 +14,7 @@ from __future__ import annotations
 from ktransformers.scheduler.batch import PlannedStep
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.drafting.acceptance import AcceptanceRates
-from ktransformers.scheduler.drafting.account import Account
+from ktransformers.scheduler.drafting.account import FIRST_SHARE, Account
 from ktransformers.scheduler.drafting.row_costs import DraftCost
 from ktransformers.scheduler.records import UNKNOWN
 from ktransformers.scheduler.sequence import Sequence
@@ -24,7 +24,10 @@ __all__ = ["EngineDrafts"]
 _MAX_STREAK = 4
 """Draft tokens of a sequence that were right one after the other: more tell no more."""
 
-_OBSERVED = 8
+_FIRST_SHARE = FIRST_SHARE / 8
+"""Its rests are longer from the first one on: a try takes more than a look at a text does."""
+
+_OBSERVED = 4
 """Steps before the end of a rest from which on an MTP layer is shown what is computed. It has nothing of the others:
 what it sees of the target makes up for that, and running it for all tokens costs more than a few drafts would."""
 
@@ -39,7 +42,7 @@ class EngineDrafts:
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self.account = Account()
+        self.account = Account(_FIRST_SHARE)
         self._rates = AcceptanceRates(_MAX_STREAK, max(config.max_drafts - 1, 1))
         self._is_layer = config.drafter == "mtp"  # another drafter is shown all steps, whether it drafts or not
         self._cost, self._owed, self._rests = DraftCost(), 0.0, False
