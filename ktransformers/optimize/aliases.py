@@ -69,8 +69,7 @@ _ACTIVATION = "activation.KActivation"
 _RECURRENT = {
     "kinds": "KRecurrent",
     "convolved": "KConvolvedProjection",
-    "delta": "KGatedDeltaNet KKimiDeltaAttention",
-    "delta_parts": "KGatedDeltaParts",
+    "delta": "KGatedDeltaNet KGatedDeltaParts KKimiDeltaAttention",
     "gated_linear": "KGatedLinearUnit",
     "mamba": "KMamba KMamba2 KMambaHeads",
     "short": "KShortConv KLightningAttention",
