@@ -49,10 +49,10 @@ from ktransformers.kernels.triton.common.candidates import BestTokens
 from ktransformers.kernels.triton.common.clock import write_device_time
 from ktransformers.kernels.triton.common.convert import convert_rows
 from ktransformers.kernels.triton.common.elementwise import add_rms_norm, gate_heads
-from ktransformers.kernels.triton.experts.hot import split_pairs, sum_onto
 from ktransformers.kernels.triton.experts.matrices import SILU, ExpertMatrices, MoeEpilogue, MoeMatrices, RoutedRows
 from ktransformers.kernels.triton.experts.moe import moe
 from ktransformers.kernels.triton.experts.router import MAX_ROUTED_ROWS, Chosen, SlotSplit, route_rows, topk_router
+from ktransformers.kernels.triton.experts.slot_map import split_pairs, sum_onto
 from ktransformers.kernels.triton.linear.linear import gated_linear, linear, linear_pair
 from ktransformers.kernels.triton.quant import dequant
 from ktransformers.kernels.triton.quant.repack import CPU_PACKED_TYPES, GpuLayout, can_repack, layout_nbytes
