@@ -1,4 +1,4 @@
-// Which kernel a re-laid type has, and which packs it. Included by a tier file after packing.inl; types with kernels in
+// Which kernel a packed type has, and which packs it. Included by a tier file after packing.inl; types with kernels in
 // other files of the tier are in kernels/parts.h.
 
 namespace {
@@ -47,7 +47,7 @@ constexpr int64_t max_packed_bytes() {
   return most;
 }
 
-// A block at a time is re-laid and used: for the few weights that stay in block layout.
+// A block at a time is packed and used: for the few weights that stay in block layout.
 template <class Format> void relaid_tile_of(const TileArgs& a) {
   constexpr int block = Format::info.block;
   alignas(64) uint8_t room[max_packed_bytes() + 64];

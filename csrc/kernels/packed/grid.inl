@@ -73,7 +73,7 @@ template <> struct Kernel<QType::IQ3_S> : KernelGrid<PackedIQ3S> {};
 template <> struct Kernel<QType::IQ1_S> : KernelGrid<PackedIQ1S> {};
 template <> struct Kernel<QType::IQ1_M> : KernelGrid<PackedIQ1M> {};
 
-// Calls task(P{}) for the re-laid form of a type with a grid; does nothing for other types.
+// Calls task(P{}) for the packed form of a type with a grid; does nothing for other types.
 template <class Task> inline void with_grid(QType type, const Task& task) {
   with_format(type, [&](auto format) {
     using F = decltype(format);

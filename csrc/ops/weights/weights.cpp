@@ -84,7 +84,7 @@ std::atomic<int64_t> g_read_ns{0}, g_pack_ns{0};
 // Calls task(matrix, first row, rows, their bytes) for groups of tiles of `count` equal matrices in rows of
 // `row_bytes`, which begin at start(matrix). A node's tasks are neighbours, and so is what a thread writes, matrices
 // being side by side: the thread that writes a page first decides on which node it lies, and threads that meet in a
-// huge page that is not there yet would each take one and clear it. Rows of files are read by the thread that re-lays
+// huge page that is not there yet would each take one and clear it. Rows of files are read by the thread that packs
 // them, just before.
 template <class Start, class Task>
 void for_tiles(WorkerPool::Session& session, int64_t count, int64_t rows, int64_t row_bytes, const Start& start,
@@ -145,7 +145,7 @@ void pack(WorkerPool& pool, const WeightView& like, const uint8_t* const* weight
 }
 
 void pack_fp8(WorkerPool& pool, const Fp8View* weights, int64_t count, int64_t rows, int64_t cols, uint8_t* out) {
-  const WeightView like = make_packed(QType::F8_E4M3, nullptr, rows, cols);  // rows of bytes, here not re-laid yet
+  const WeightView like = make_packed(QType::F8_E4M3, nullptr, rows, cols);  // rows of bytes, here not packed yet
   const int64_t blocks = (cols + kFp8Block - 1) / kFp8Block, tiles = (rows + kTileRows - 1) / kTileRows;
   WorkerPool::Session session(pool);
   touch_pages(session, out, count * tiles * like.tile_bytes);
