@@ -49,7 +49,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     kernel = gpu_latent.materialized_attention
 
     def counted(*args):  # type: ignore[no-untyped-def]
-        seen.append(int(args[5][:, 1].sum()))
+        seen.append(int(args[2][:, 1].sum()))
         return kernel(*args)
 
     monkeypatch.setattr(gpu_latent, "materialized_attention", counted)

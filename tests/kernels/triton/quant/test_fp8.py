@@ -11,6 +11,7 @@ if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from ktransformers.kernels.triton.linear.linear import VECTOR_ROWS, linear
+from ktransformers.kernels.triton.quant.dequant import WeightMatrix
 from ktransformers.kernels.triton.quant.repack import GpuLayout, can_join_rows, can_repack, join_rows, repack_fp8
 from ktransformers.kernels.types import Fp8Matrix, OwnType
 
@@ -39,7 +40,7 @@ def test_fp8_linear(rows, cols, tokens, device):
     x = torch.randn(tokens, cols, generator=torch.Generator().manual_seed(1)).half().to(device)
     bias = torch.randn(rows, generator=torch.Generator().manual_seed(2)).to(device)
     data, layout = repack_fp8(weight.to(device)), GpuLayout.PLANES if is_relaid else GpuLayout.ROWS
-    out = linear(x, data, FP8, rows, cols, bias, torch.empty(tokens, rows, device=device), layout=layout)
+    out = linear(x, WeightMatrix(data, FP8, rows, cols, layout), bias, torch.empty(tokens, rows, device=device))
     exact = x.cpu().double()
     wanted = exact @ values.T + bias.cpu().double()
     # The GEMV path keeps fp32: sums of 160 products. The tile path rounds each weight to fp16's 11 bits.
@@ -53,7 +54,7 @@ def test_a_column_is_exact(device):
     columns = [0, 6, 17, 31]
     x[torch.arange(4), columns] = 1
     data, out = repack_fp8(weight.to(device)), torch.empty(4, 64, device=device)
-    linear(x, data, FP8, 64, 32, out=out, layout=GpuLayout.PLANES)
+    linear(x, WeightMatrix(data, FP8, 64, 32, GpuLayout.PLANES), out=out)
     assert torch.equal(out.cpu(), values[:, columns].float().T)
 
 
