@@ -1,5 +1,5 @@
 // Weights as bf16, 16 rows and 32 columns at a time: how each packed type is unpacked into them, and how activations
-// are rounded. Included by a tier file after fp8.inl and simd_bf16_*.h, before bf16/tiles.inl or bf16/vector.inl, which
+// are rounded. Included by a tier file after fp8.inl and simd/bf16_*.h, before bf16/tiles.inl or bf16/vector.inl, which
 // multiply. An opt-in for quantized types (TokenBlocks::bf16); BF16 weights have no other form when packed.
 //
 // A step is 32 columns of 16 rows: 16 lines of 64 bytes, line i being columns 2 i and 2 i + 1 of row r in its words 2 r

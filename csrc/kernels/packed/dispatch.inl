@@ -48,7 +48,7 @@ constexpr int64_t max_packed_bytes() {
 }
 
 // A block at a time is packed and used: for the few weights that stay in block layout.
-template <class Format> void relaid_tile_of(const TileArgs& a) {
+template <class Format> void tile_by_blocks_of(const TileArgs& a) {
   constexpr int block = Format::info.block;
   alignas(64) uint8_t room[max_packed_bytes() + 64];
   for (int64_t b = 0; b < a.k / block; ++b) {
@@ -74,10 +74,10 @@ template <class Format> void relaid_tile_of(const TileArgs& a) {
 }
 
 // Of types that are not computed with in rows: see RowKernel.
-void relaid_tile(const TileArgs& a) {
+void tile_by_blocks(const TileArgs& a) {
   with_format(a.type, [&](auto format) {
     constexpr Kernels kernels = decltype(format)::info.kernels;
-    if constexpr (kernels == Kernels::Packed || kernels == Kernels::Low) relaid_tile_of<decltype(format)>(a);
+    if constexpr (kernels == Kernels::Packed || kernels == Kernels::Low) tile_by_blocks_of<decltype(format)>(a);
   });
 }
 

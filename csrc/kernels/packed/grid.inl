@@ -399,7 +399,7 @@ void pack_grid(QType type, const uint8_t* const* rows, int64_t k, uint8_t* out) 
   with_grid(type, [&](auto form) { KernelGrid<decltype(form)>::pack(rows, k, out); });
 }
 
-// For rows in block layout, as relaid_tile in packing.inl.
+// For rows in block layout, as tile_by_blocks in dispatch.inl.
 void grid_rows_tile(const TileArgs& a) {
   with_grid(a.type, [&](auto form) {
     using P = decltype(form);

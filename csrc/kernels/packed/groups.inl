@@ -278,8 +278,8 @@ void pack_grouped(QType type, const uint8_t* const* rows, int64_t k, uint8_t* ou
   }
 }
 
-// A block at a time is packed and used, as relaid_tile does.
-void relaid_grouped(const TileArgs& a) {
+// A block at a time is packed and used, as tile_by_blocks does.
+void grouped_by_blocks(const TileArgs& a) {
   const GroupForm form(a.type);
   alignas(64) uint8_t room[64 + 16 * 5 + 64 + 128 * 16];
   for (int64_t b = 0; b < a.k / form.size; ++b) {

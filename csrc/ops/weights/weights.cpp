@@ -30,7 +30,7 @@ const FormatInfo& checked_info(QType type, int64_t rows, int64_t cols) {
 
 WeightView make_weight(QType type, const uint8_t* data, int64_t rows, int64_t cols) {
   const FormatInfo& info = checked_info(type, rows, cols);
-  if (type == QType::F8_E4M3) throw std::invalid_argument("FP8 weights are computed with in re-laid form only");
+  if (type == QType::F8_E4M3) throw std::invalid_argument("FP8 weights are computed with in packed form only");
   return {type, data, rows, cols, bytes_of_row(info, cols)};
 }
 
@@ -42,9 +42,9 @@ void point_rows(const WeightView& weight, int64_t first, const uint8_t** rows) {
 int64_t packed_tile_bytes(QType type, int64_t cols) {
   const FormatInfo& info = format_info(type);
   if (is_grouped(type)) return GroupForm(type).tile_bytes(cols);
-  if (info.packed_bytes == 0) throw std::invalid_argument(std::string(info.name) + " has no re-laid form");
+  if (info.packed_bytes == 0) throw std::invalid_argument(std::string(info.name) + " has no packed form");
   if (type == QType::BF16 && cols % kBf16Cols != 0)
-    throw std::invalid_argument("BF16 has a re-laid form for multiples of 32 columns only");
+    throw std::invalid_argument("BF16 has a packed form for multiples of 32 columns only");
   const int64_t head = (cols + info.head_cols - 1) / info.head_cols * info.head_bytes;
   return (head + 63) / 64 * 64 + cols / info.block * info.packed_bytes;
 }
@@ -65,7 +65,7 @@ bool uses_bf16(const KernelTable& kernels, QType type, Layout layout, int64_t co
   if (layout == Layout::Rows || is_grouped(type)) return false;  // of groups, only the exact products are known
   if (kernels.bf16_tiles == nullptr) {
     if (type == QType::BF16)
-      throw std::invalid_argument(std::string("re-laid BF16 weights cannot be computed with on the tier ") +
+      throw std::invalid_argument(std::string("packed BF16 weights cannot be computed with on the tier ") +
                                   kernels.name + ", which has no products of bf16");
     return false;
   }
