@@ -170,7 +170,7 @@ def test_the_workspace_is_in_the_plan(tmp_path: Path) -> None:
 
 
 def test_the_cpu_says_that_it_absorbs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    mla._say_absorbed.cache_clear()
+    mla._log_absorbed.cache_clear()
     write_safetensors(tiny_model("deepseek_v2", seed=1), tmp_path)
     rules = rules_with(False, tmp_path, "cpu")
     with caplog.at_level(logging.INFO):
