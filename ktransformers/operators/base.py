@@ -208,7 +208,7 @@ class Requirements:
 
 @dataclass(frozen=True, slots=True)
 class OperatorRuntime:
-    """What an operator gets when the model is loaded.
+    """Environment that an operator is bound to once the model is loaded.
 
     max_len: no step will hold a position beyond max_len - 1. service: what works for this operator alone, if anything
     does: a FlashLayer for its attention, a PrefillLayer that streams its experts.

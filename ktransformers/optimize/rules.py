@@ -164,7 +164,7 @@ class Rule:
         return f"{self.source.short_name}:{self.line}"
 
     def matches(self, key: str, module: nn.Module, model_type: str) -> bool:
-        """Whether this rule means `module`, whose dotted name is `key` in a model of type `model_type`.
+        """Whether this rule applies to `module`, whose dotted name is `key` in a model of type `model_type`.
 
         Raises RuleError for a name's pattern that takes too long.
         """
