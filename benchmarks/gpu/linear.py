@@ -225,7 +225,7 @@ def repack_works(gpu: Gpu, tokens: Sequence[int]) -> Iterator[_Work]:
     for qtype in (Q4, Q6):
         raw = random_bytes(gpu, 16 * 2048 * row_bytes(qtype, 768)).view(16, -1)
         calls = [partial(repack, raw, qtype, 2048, 768)]
-        yield _Work("relay", "16 x 2048 x 768", qtype.name, 0, calls, raw.numel())
+        yield _Work("repack", "16 x 2048 x 768", qtype.name, 0, calls, raw.numel())
 
 
 _WORKS: dict[str, Callable[[Gpu, Sequence[int]], Iterator[_Work]]] = {
@@ -234,7 +234,7 @@ _WORKS: dict[str, Callable[[Gpu, Sequence[int]], Iterator[_Work]]] = {
     "moe": moe_works,
     "types": type_works,
     "align": align_works,
-    "relay": repack_works,
+    "repack": repack_works,
 }
 
 

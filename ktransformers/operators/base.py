@@ -5,7 +5,7 @@ The life of an operator, which `optimize/apply.py` leads all operators of a mode
     the engine calls   constructor ──────> fill(source) ────────> post_load(runtime) ───> forward, step after step
     stage              PLANNED             LOADED                 BOUND
     a subclass says    requirements()      load(source)           bind(runtime)
-                       on `meta`, with     reads its tensors,     is told how long sequences get and what works
+                       on `meta`, with     reads its tensors,     learns how long sequences get and what works
                        its devices;         lays them out in       for it; all operators are loaded, so that what
                        no byte is read     final form, one pass   they hold may be laid out anew, together
 

@@ -10,7 +10,7 @@ the program that launches them, whichever is longer.
 
 Every term is bytes or operations times a measured time: of a byte of weights of that type at that many rows (kernels'
 own curves), of a multiplication of attention, of an empty layer and an empty step. Nothing is fitted to results. Each
-time is told apart into what the memory's bandwidth explains (bytes over the best read rate) and what is left, which is
+time is divided into what the memory's bandwidth explains (bytes over the best read rate) and what is left, which is
 arithmetic; so the largest sum is the resource that limits. Pure: measures nothing.
 """
 

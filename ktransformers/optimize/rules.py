@@ -65,7 +65,7 @@ _NO_EFFECT: Mapping[str, str] = {
     "n_deferred_experts": "no expert is deferred: all of a layer's count in that layer",
     "stride": _ONE_LAYOUT,
     "group_max_len": _ONE_LAYOUT,
-    "use_quant": "whether a weight is quantized is told by its file",
+    "use_quant": "whether a weight is quantized follows from its file",
     "transfer_map": "only the operator of the layer loop moves hidden states",
 }
 
