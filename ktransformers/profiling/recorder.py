@@ -3,7 +3,7 @@
     engine's thread ── post ──> deque ──┐
     native code ── records ──> ring ────┴── drain thread, ten times a second ── ZMQ PUSH ──> bridge
 
-Everything is bounded. What does not fit is dropped and counted, and the counts are told.
+Everything is bounded. What does not fit is dropped and counted, and the counts are recorded.
 """
 
 from __future__ import annotations

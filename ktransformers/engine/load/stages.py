@@ -51,7 +51,7 @@ from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.mtp_config import mtp_family
 from ktransformers.operators.attention.flash import FlashLayer
-from ktransformers.operators.attention.rope import settle_rotations
+from ktransformers.operators.attention.rope import resolve_rotations
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.expert_files import ExpertFiles
 from ktransformers.operators.experts.routed import KTransformersExperts
@@ -371,7 +371,7 @@ def optimize_and_load_gguf(opened: OpenedModel, plan: Plan, max_len: int, progre
     modules, embedding = dict(opened.model.named_modules()), opened.model.get_input_embeddings()
     restore_buffers(opened.model)
     apply_plan(opened.model, plan)
-    settle_rotations(opened.model, max_len)
+    resolve_rotations(opened.model, max_len)
     if progress is None:
         load_plan(opened.model, plan, opened.source)
     else:
