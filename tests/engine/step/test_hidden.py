@@ -27,6 +27,7 @@ from ktransformers.engine.step.hidden import HiddenStatesHook, Pooled, embedding
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.models.heads import lacks_head
 from ktransformers.scheduler.limits import Limits
+from ktransformers.scheduler.records import Request
 from tests.support.engines.one_sequence import static_engine
 from tests.support.engines.sequential import Session
 from tests.support.gguf.writer import write_gguf
@@ -121,7 +122,7 @@ def _embedding(engine: LoopEngine, pooling: Pooling) -> np.ndarray:
     found, params = [], SamplingParams(temperature=0, max_tokens=2, pooling=pooling, seed=1)
     with closing(BatchLoop(lambda report: engine)) as loop:
         for _ in range(2):
-            first, second = prefill_and_generate(loop, EngineRequest(IDS, params))
+            first, second = prefill_and_generate(loop, EngineRequest(Request(prompt_ids=IDS, params=params)))
             assert second.embedding is None
             assert first.embedding is not None
             found.append(first.embedding)
