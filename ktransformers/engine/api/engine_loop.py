@@ -28,7 +28,7 @@ from ktransformers.engine.model.opened import ModelDescription
 from ktransformers.engine.step.executor import PagedExecutor
 from ktransformers.errors import EngineError, KTransformersError, StageLostError
 from ktransformers.models.facts import ModelFacts
-from ktransformers.profiling.recorder import open_recorder
+from ktransformers.profiling.recorder import record_steps
 from ktransformers.scheduler.commands import ProfileOff, ProfileOn, RequestCommand
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.driver import SchedulerDriver
@@ -299,9 +299,7 @@ class EngineLoop(Generic[EngineT]):
         """Have requests and steps recorded from the next step on, or not."""
         executor = self.engine.executor
         self.driver.record(None)
-        if executor.recorder is not None:
-            executor.recorder.close()
-        executor.recorder = None if endpoint is None else open_recorder(endpoint, "engine", 0, executor.new_runtime())
+        record_steps(executor, endpoint, "engine", 0)
         if executor.recorder is not None:
             self.driver.record(executor.recorder.post)
 

@@ -47,6 +47,7 @@ from ktransformers.engine.plan.planning import Planner
 from ktransformers.engine.plan.tier_plan import open_tiers
 from ktransformers.engine.sampling.constraints import mask_of
 from ktransformers.engine.step.executor import PagedExecutor
+from ktransformers.engine.step.executor_parts import ExecutorParts
 from ktransformers.engine.step.hot import StepExperts
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.engine.step.step_runtime import StepRuntime
@@ -115,15 +116,22 @@ def build_engine(
     cache, identified, hot, planned = built.cache, built.arranged.identified, built.loaded.hot, built.planned
     drafter, drafts = (None, []) if planned.draft is None else _load_drafter(planned.draft, built, progress)
     runner = ModelRunner(built.forward, built.decode, ranks.step_broadcast(), begins_ahead=ranks.begins_ahead)
-    experts = StepExperts(stats, hot, _read_experts([built, *drafts]))
-    executor = _executor(built, runner, experts)
-    executor.mend_model = lambda: _mend(ranks, runner)
-    executor.drafter = drafter
-    executor.pictures = _load_tower(built)
-    executor.find_damage = DamageScan(opened.config).said
+    grammars = built.model.tokenizer.grammars(built.model.vocab_size, built.model.eos_token_ids)
+    experts, tower = StepExperts(stats, hot, _read_experts([built, *drafts])), _load_tower(built)
+    tiers, tiered_cache = open_tiers(opened.config, cache, identified) or (None, None)
+    parts = ExecutorParts(
+        experts,
+        mask_of=lambda start: mask_of(grammars, start.params),
+        eos_token_ids=built.model.eos_token_ids,
+        drafter=drafter,
+        pictures=tower,
+        tiers=tiered_cache,
+        find_damage=DamageScan(opened.config).said,
+        recover=lambda: _recover(ranks, runner),
+        new_runtime=lambda: StepRuntime(runner),
+    )
     longest = opened.facts.longest_sequence(cache.num_slots)
     interval = _snapshot_interval(max(cache.num_states - max_batch_size, 0), longest)
-    tiers, executor.tiers = open_tiers(opened.config, cache, identified) or (None, None)
     return Engine(
         config=built.config,
         plan=built.plan,
@@ -131,7 +139,7 @@ def build_engine(
         pool=built.forward.pool,
         identified=identified,
         facts=opened.facts,
-        executor=executor,
+        executor=PagedExecutor(runner, cache, built.forward.pool, built.model.vocab_size, parts),
         cache=cache,
         max_batch_size=max_batch_size,
         snapshot_interval=interval,
@@ -146,23 +154,6 @@ def build_engine(
 def _snapshot_interval(snapshots: int, longest: int) -> int:
     """Tokens between snapshots of states inside of a prompt, so that the longest one takes half of them; 0: none."""
     return max(-(-longest // max(snapshots // 2, 1)), _LEAST_INTERVAL) if snapshots else 0
-
-
-def _executor(built: CapturedModel, runner: ModelRunner, experts: StepExperts) -> PagedExecutor:
-    """What runs the scheduler's steps of a model that is ready for them."""
-    model = built.model
-    grammars = model.tokenizer.grammars(model.vocab_size, model.eos_token_ids)
-    executor = PagedExecutor(
-        runner,
-        built.cache,
-        built.forward.pool,
-        model.vocab_size,
-        experts,
-        lambda start: mask_of(grammars, start.params),
-        eos_token_ids=model.eos_token_ids,
-    )
-    executor.new_runtime = lambda: StepRuntime(runner)
-    return executor
 
 
 def _read_experts(models: Sequence[CapturedModel]) -> list[ExpertFiles]:
@@ -269,7 +260,7 @@ def _take_head(loaded: LoadedWeights, target: CapturedModel) -> str | None:
     return f"lm_head is on {place}"
 
 
-def _mend(ranks: Ranks, runner: ModelRunner) -> None:
+def _recover(ranks: Ranks, runner: ModelRunner) -> None:
     ranks.recover()
     runner.recovered()
 

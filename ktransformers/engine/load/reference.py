@@ -28,6 +28,7 @@ from ktransformers.engine.sampling.constraints import mask_of
 from ktransformers.engine.sampling.logits_request import StepLogits
 from ktransformers.engine.step.context import ForwardBatch
 from ktransformers.engine.step.executor import PagedExecutor
+from ktransformers.engine.step.executor_parts import ExecutorParts
 from ktransformers.engine.step.executor_runs import StepTensors
 from ktransformers.engine.step.hidden import HiddenStatesHook
 from ktransformers.errors import CapacityError, ConfigError, TensorMismatchError, UnsupportedError, reason_of
@@ -136,15 +137,24 @@ def _common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:
 class ReferenceExecutor(PagedExecutor):
     """Executes the steps of one sequence at a time. Pages are the scheduler's alone: nothing is kept in them."""
 
-    def __init__(self, runner: ReferenceRunner, cache: PagedCache, described: ModelDescription):
+    def __init__(
+        self,
+        runner: ReferenceRunner,
+        cache: PagedCache,
+        described: ModelDescription,
+        find_damage: Callable[[], str] = str,
+    ):
         grammars = described.tokenizer.grammars(described.vocab_size, described.eos_token_ids)
         super().__init__(
             runner,
             cache,
             WorkerPool(1),
             described.vocab_size,
-            mask_of=lambda start: mask_of(grammars, start.params),
-            eos_token_ids=described.eos_token_ids,
+            ExecutorParts(
+                mask_of=lambda start: mask_of(grammars, start.params),
+                eos_token_ids=described.eos_token_ids,
+                find_damage=find_damage,
+            ),
         )
         self._reference = runner
         self._run_id, self._ids = 0, list[int]()  # of the run that is computed, and its tokens
@@ -174,8 +184,8 @@ class ReferenceEngine:
         self.description = f"transformers, fp32: {described.description}"
         self.cache = PagedCache((), cache_len // PAGE_SIZE, PAGE_SIZE)
         self.runner = ReferenceRunner(model)
-        self.executor = ReferenceExecutor(self.runner, self.cache, described)
-        self.executor.find_damage = DamageScan(opened.config).said
+        find_damage = DamageScan(opened.config).said
+        self.executor = ReferenceExecutor(self.runner, self.cache, described, find_damage)
 
     @property
     def scheduler_config(self) -> SchedulerConfig:
