@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.model.mtp_names import renamed_gguf
+from ktransformers.engine.model.mtp_names import with_names
 from ktransformers.errors import ConfigError
 from ktransformers.models.assistant_config import GGUF_ARCH
 from ktransformers.models.facts import ModelFacts
@@ -74,7 +74,7 @@ def joined_with_layers(model: GGUFModel, layers: GGUFModel, facts: ModelFacts) -
         )
     logger.info("layers for multi-token prediction are read from %s", path)
     names = {name: ours for name in layers.tensors if (ours := _name_in_block(name, first)) is not None}
-    return GGUFModel([*renamed_gguf(layers, names).files, *model.files])
+    return GGUFModel([*with_names(layers, names).files, *model.files])
 
 
 def _name_in_block(name: str, first: int) -> str | None:
