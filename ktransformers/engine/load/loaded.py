@@ -109,7 +109,7 @@ class Engine(LoadedModel):
 
     @property
     def picture_sight(self) -> Sight:
-        """What positions of pictures see, see SchedulerConfig."""
+        """The positions that a position of a picture sees, as SchedulerConfig.picture_sight."""
         return Sight.NOTHING if self.executor.pictures is None else self.executor.pictures.family.sight
 
     @property
@@ -121,7 +121,7 @@ class Engine(LoadedModel):
 
     @property
     def pictures(self) -> PictureEncoder | None:
-        """What computes pictures; None where none come, or the model has no tower."""
+        """The encoder of pictures; None where requests have none, or the model has no tower."""
         return self.executor.pictures
 
     @property
@@ -140,7 +140,7 @@ class Engine(LoadedModel):
 
     @property
     def drafter(self) -> str:
-        """What finds draft tokens, as SchedulerConfig.drafter."""
+        """The kind of drafter that finds draft tokens, as SchedulerConfig.drafter."""
         return "ngram" if self.executor.drafter is None else self.config.drafter
 
     @property
