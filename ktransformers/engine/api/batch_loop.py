@@ -135,7 +135,7 @@ class BatchLoop(Generic[EngineT]):
         self._loop: EngineLoop[EngineT] = EngineLoop(
             build,
             deliver=self._deliver,
-            hand_over=self._hand_over,
+            notify=self._notify,
             planned=self._note_prefills,
             ended=self._on_end,
             progress=progress,
@@ -384,7 +384,7 @@ class BatchLoop(Generic[EngineT]):
                 driver.obey(Finish(request_id, FinishReason.STOP, completion_len))
         self._ready.append((stream.on_event, event))
 
-    def _hand_over(self) -> None:
+    def _notify(self) -> None:
         """Wake the readers of what is ready, when EngineLoop says that it is time."""
         if self._ready:
             ready, self._ready = self._ready, []

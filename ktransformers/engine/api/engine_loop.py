@@ -3,7 +3,7 @@
     any thread                   the loop's thread
     post(Add, Finish, ...) ───> driver.obey ── plan ── engine.execute ── commit ─┐
     deliver(driver) <──────────── whenever something may be new ─────────────────┘
-    hand_over() <──────────────── in the next step, once its layers leave Python to others, or when none follows
+    notify() <─────────────────── in the next step, once its layers leave Python to others, or when none follows
     call(function) ───────────> between two steps, with the driver and the engine
 
 Everything that the scheduler and the engine hold is touched by that thread alone, so an exception that reaches a caller
@@ -116,7 +116,7 @@ class EngineLoop(Generic[EngineT]):
     constructor waits for it and raises what that raises; an interrupt meanwhile gives the loading up.
 
     Callbacks, all on the loop's thread, where steps (of tiers that list their files) may run before the constructor has
-    returned; none may block. deliver: given the driver whenever there may be news. hand_over: called later, when
+    returned; none may block. deliver: given the driver whenever there may be news. notify: called later, when
     readers may be woken: woken at once, they would want Python while the loop plans the next step. planned: given each
     step before it runs. ended: called once, when nothing more will come. progress: called while the engine is built.
     """
@@ -135,13 +135,13 @@ class EngineLoop(Generic[EngineT]):
         build: Build[EngineT],
         *,
         deliver: Callable[[SchedulerDriver], None],
-        hand_over: Callable[[], None] = lambda: None,
+        notify: Callable[[], None] = lambda: None,
         planned: Callable[[StepPlan], None] = lambda plan: None,
         ended: Callable[[], None] = lambda: None,
         progress: Callable[..., None] | None = None,
     ):
         self.home = OwnerProcess()
-        self._deliver, self._hand_over = deliver, hand_over
+        self._deliver, self._notify = deliver, notify
         self._planned, self._ended = planned, ended
         self._inbox: queue.SimpleQueue[tuple[_Command, ...] | _Call | None] = queue.SimpleQueue()  # None: stop
         self._lock = threading.Lock()  # between a post and a close: nobody is left waiting for a thread that is gone
@@ -181,7 +181,7 @@ class EngineLoop(Generic[EngineT]):
             engine.close()
             raise
         self.driver = SchedulerDriver(self.config)
-        engine.executor.hand_over = self._hand_over
+        engine.executor.notify = self._notify
         engine.executor.counts_experts = False  # the driver would keep them for news that nobody takes here
 
     # For any thread.
@@ -246,7 +246,7 @@ class EngineLoop(Generic[EngineT]):
             if isinstance(command, _Call):
                 command.answer.put((None, EngineError(_CLOSED)))
         self._record(None)
-        self._hand_over()
+        self._notify()
         self._ended()
         self.engine.close()
         del self.engine, self.driver  # weights and cache are free, though the loop has a name still
@@ -262,7 +262,7 @@ class EngineLoop(Generic[EngineT]):
             if is_idle and has_news:
                 self._deliver(self.driver)  # what commands have ended
                 has_news = False
-            self._hand_over()
+            self._notify()
             try:
                 command = self._inbox.get(timeout=self._seconds_left() if is_idle else None)
             except queue.Empty:
@@ -275,7 +275,7 @@ class EngineLoop(Generic[EngineT]):
                 return False
             has_news = True
             if isinstance(command, _Call):
-                self._settle()
+                self._finish_planned()
                 _answer(command)
             for one in command if isinstance(command, tuple) else ():
                 self._obey(one)
@@ -288,7 +288,7 @@ class EngineLoop(Generic[EngineT]):
     def _obey(self, command: _Command) -> None:
         match command:
             case ProfileOn(endpoint):
-                self._settle()  # graphs are captured anew, over what a step that is under way computes
+                self._finish_planned()  # graphs are captured anew, over what a step that is under way computes
                 self._record(endpoint)
             case ProfileOff():
                 self._record(None)
@@ -310,13 +310,13 @@ class EngineLoop(Generic[EngineT]):
         if plan is None:
             stats = self.driver.stats()
             assert not stats.num_running + stats.num_waiting, "requests wait and nothing is planned"
-            self._hand_over()
+            self._notify()
             return  # nothing was left to copy
         self._planned(plan)
         executor = self.engine.executor
         try:
             result = executor.execute(plan, self._go_on) if executor.runs_apart else executor.execute(plan)
-            self._hand_over()  # where the runner did not
+            self._notify()  # where the runner did not
         except StageLostError as error:
             logger.warning("%s; answers go on once another one is there", error)
             self._drop_pending()
@@ -346,7 +346,7 @@ class EngineLoop(Generic[EngineT]):
         self._next = self.driver.plan() if self._plans_ahead else None
         if self._next is not None:
             self.engine.executor.prepare(self._next)
-        self._hand_over()
+        self._notify()
 
     def _take_in(self) -> None:
         if self._done is not None:
@@ -367,7 +367,7 @@ class EngineLoop(Generic[EngineT]):
         self._take_in()
         self._next = None
 
-    def _settle(self) -> None:
+    def _finish_planned(self) -> None:
         """Run what is planned, and plan no more: then no step is in flight."""
         self._plans_ahead = False
         while self.has_next:

@@ -27,7 +27,7 @@ from ktransformers.engine.model.hot_file import HotFile
 from ktransformers.engine.model.mtp import MtpInput
 from ktransformers.engine.model.opened import ModelDescription, OpenedModel, describe_model
 from ktransformers.engine.model.skeleton import restore_buffers
-from ktransformers.engine.model.threads import settle_slow_threads, settle_torch_threads
+from ktransformers.engine.model.threads import limit_torch_threads, measure_slow_threads
 from ktransformers.engine.parallel.ranks.ranks import Ranks, ResolvedPlan
 from ktransformers.engine.plan.attention import find_flash
 from ktransformers.engine.plan.cache_plan import CachePlan
@@ -43,8 +43,8 @@ from ktransformers.engine.step.hot import HotService, open_hot
 from ktransformers.engine.step.layout import (
     StepLayout,
     install_moves,
+    move_buffers,
     rotations_of,
-    settle_buffers,
 )
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.models.mtp_config import mtp_family
@@ -331,12 +331,12 @@ def _resolved(planned: Planned, opened: OpenedModel, cache_plan: CachePlan) -> R
 
 def _new_pool(num_threads: int, cpu_activations: str) -> WorkerPool:
     """With nobody else's threads in its way."""
-    settle_torch_threads()
+    limit_torch_threads()
     crowded = why_crowded(num_threads)
     if crowded is not None:
         logger.warning("%s", crowded)
     pool = WorkerPool(num_threads, planes=1 + CPU_ACTIVATIONS.index(cpu_activations))
-    settle_slow_threads(pool)
+    measure_slow_threads(pool)
     return pool
 
 
@@ -372,7 +372,7 @@ def optimize_and_load_gguf(opened: OpenedModel, plan: Plan, max_len: int, progre
         load_plan(opened.model, plan, opened.source)
     else:
         load_plan(opened.model, plan, opened.source, lambda done, key: progress(done, total, key))
-    settle_buffers(modules, plan)
+    move_buffers(modules, plan)
     pass_context_to_recurrent(opened.model, plan)
     install_moves(modules, plan)
     pass_context_to_attention(opened.model)

@@ -23,7 +23,7 @@ from ktransformers.models.facts import ModelFacts
 from ktransformers.system.file_kinds import MTP_PREFIX, drafter_rank
 from ktransformers.weights.gguf.file import GGUFModel, beside, open_gguf
 
-__all__ = ["joined_with_layers", "settle_drafter"]
+__all__ = ["joined_with_layers", "resolve_drafter"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 _MIXER = "output_hc_"
 
 
-def settle_drafter(config: EngineConfig, model: GGUFModel) -> tuple[EngineConfig, GGUFModel | None]:
+def resolve_drafter(config: EngineConfig, model: GGUFModel) -> tuple[EngineConfig, GGUFModel | None]:
     """Return the file with a model's layers for multi-token prediction, where they are asked for and are in a file of
     their own, and the configuration that takes them: the file that --draft_model names, or, where the model's holds
     none, the one beside it whose name says so. None: there is none, or what drafts is an assistant, which the

@@ -25,7 +25,7 @@ from ktransformers.engine.model.config_checks import check_layers, check_paramet
 from ktransformers.engine.model.draft_model import check_same_tokens, draft_config, mtp_layer_config
 from ktransformers.engine.model.file_layouts import note_layout
 from ktransformers.engine.model.mtp import build_mtp
-from ktransformers.engine.model.mtp_file import joined_with_layers, settle_drafter
+from ktransformers.engine.model.mtp_file import joined_with_layers, resolve_drafter
 from ktransformers.engine.model.mtp_names import MtpNames, with_names
 from ktransformers.engine.model.skeleton import build_skeleton, check_kinds, check_model_type, load_hf_config
 from ktransformers.engine.model.tower import OpenedTower
@@ -133,7 +133,7 @@ def open_model(config: EngineConfig, target: OpenedModel | None = None) -> Opene
     path, kind = _weights_of(config)
     gguf, layers = open_gguf(path) if kind == "gguf" else None, None
     if gguf is not None and target is None:
-        config, layers = settle_drafter(config, gguf)
+        config, layers = resolve_drafter(config, gguf)
     whole = _hf_config(config, gguf, path)
     whole, projector = (whole, None) if gguf is None else with_projector(config, whole, gguf)
     stored: _StoredModel = gguf or open_safetensors(path)

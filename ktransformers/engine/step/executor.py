@@ -66,13 +66,13 @@ class PagedExecutor:
     """Executes steps in their order. One caller at a time.
 
     recorder: takes what steps took while a profile is written; set between steps. counts_experts: whether somebody
-    wants to know how often each expert was used. hand_over: called in steps that do not run apart, once others may have
+    wants to know how often each expert was used. notify: called in steps that do not run apart, once others may have
     Python: right before they are computed. drafter, pictures, tiers: see ExecutorParts.
     """
 
     recorder: Recorder | None = None
     counts_experts = True
-    hand_over: Callable[[], None] | None = None
+    notify: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -248,7 +248,7 @@ class PagedExecutor:
         inputs = self._begun.pop(plan.step_id, None) or self._inputs(plan, self._step)
         self._complete(inputs)
         rows, draft_seconds = with_drafts(self.drafter, plan.rows, inputs)
-        self.runner.meanwhile = meanwhile or self.hand_over
+        self.runner.meanwhile = meanwhile or self.notify
         kept, recorder = inputs.kept, self.recorder
         if recorder is not None:
             recorder.begin_step(plan.step_id, plan.num_tokens, [kept.rows[at] for at in kept.sampled])
