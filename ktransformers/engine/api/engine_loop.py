@@ -18,23 +18,18 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
-from ktransformers.cache.paged import PagedCache
-from ktransformers.config import EngineConfig
 from ktransformers.engine.api.home import OwnerProcess
-from ktransformers.engine.model.fingerprint import ModelIdentity
-from ktransformers.engine.model.opened import ModelDescription
-from ktransformers.engine.step.executor import PagedExecutor
+from ktransformers.engine.load.loaded import LoadedModel
 from ktransformers.errors import EngineError, KTransformersError, StageLostError
-from ktransformers.models.facts import ModelFacts
 from ktransformers.profiling.recorder import record_steps
 from ktransformers.scheduler.commands import ProfileOff, ProfileOn, RequestCommand
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.driver import SchedulerDriver
 from ktransformers.scheduler.records import StepPlan, StepResult
 
-__all__ = ["Build", "EngineLoop", "EngineT", "LoopEngine"]
+__all__ = ["Build", "EngineLoop", "EngineT"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,55 +38,7 @@ T = TypeVar("T")
 _CLOSED = "this model is closed: make a new LLM, or keep the `with` block open for as long as it is used"
 
 
-class LoopEngine(Protocol):
-    """A loaded model that runs the scheduler's steps."""
-
-    @property
-    def config(self) -> EngineConfig:
-        """The resolved configuration that the model was loaded with."""
-        ...
-
-    @property
-    def facts(self) -> ModelFacts:
-        """The facts of the model: its family, layers and limits."""
-        ...
-
-    @property
-    def model(self) -> ModelDescription:
-        """The description of the model that needs no weights: tokenizer, limits, defaults."""
-        ...
-
-    @property
-    def description(self) -> str:
-        """A description of the model in words."""
-        ...
-
-    @property
-    def identity(self) -> ModelIdentity:
-        """The identity that files with parts of the cache are checked by. Raises WeightError or UnsupportedError."""
-        ...
-
-    @property
-    def executor(self) -> PagedExecutor:
-        """The executor that runs the steps."""
-        ...
-
-    @property
-    def cache(self) -> PagedCache:
-        """The cache that the scheduler's pages are in."""
-        ...
-
-    @property
-    def scheduler_config(self) -> SchedulerConfig:
-        """The limits of the scheduler. Raises ConfigError."""
-        ...
-
-    def close(self) -> None:
-        """Stop the engine's threads and processes."""
-        ...
-
-
-EngineT = TypeVar("EngineT", bound=LoopEngine, covariant=True)
+EngineT = TypeVar("EngineT", bound=LoadedModel, covariant=True)
 
 Build = Callable[[Callable[..., None]], EngineT]
 """Builds the engine on the loop's thread. Given a function to report progress to, which raises when nobody waits."""

@@ -19,7 +19,7 @@ from ktransformers.cache.paged import PagedCache
 from ktransformers.config import CPU_ACTIVATIONS, CPU_PREFILLS, DEFAULT_CHUNK_SIZE, EngineConfig
 from ktransformers.core import Progress
 from ktransformers.engine.damage.scan import DamageScan
-from ktransformers.engine.load.loaded import scheduler_limits
+from ktransformers.engine.load.loaded import LoadedModel, scheduler_limits
 from ktransformers.engine.model.fingerprint import ModelIdentity
 from ktransformers.engine.model.opened import ModelDescription, OpenedModel, describe_model, open_model
 from ktransformers.engine.model.skeleton import restore_buffers
@@ -173,37 +173,41 @@ class ReferenceExecutor(PagedExecutor):
         self._pool.close()
 
 
-class ReferenceEngine:
+class ReferenceEngine(LoadedModel):
     """A loaded reference model that runs the steps of a scheduler, one sequence at a time."""
 
     def __init__(self, opened: OpenedModel, model: PreTrainedModel, described: ModelDescription):
         cache_len = -(-cache_len_of(opened.config, opened.facts) // PAGE_SIZE) * PAGE_SIZE
         chunk_size = opened.config.chunk_size or DEFAULT_CHUNK_SIZE
-        self.config = replace(opened.config, cache_lens=cache_len, chunk_size=chunk_size)
-        self.facts, self.model = opened.facts, described
-        self.description = f"transformers, fp32: {described.description}"
-        self.cache = PagedCache((), cache_len // PAGE_SIZE, PAGE_SIZE)
+        config = replace(opened.config, cache_lens=cache_len, chunk_size=chunk_size)
+        cache = PagedCache((), cache_len // PAGE_SIZE, PAGE_SIZE)
         self.runner = ReferenceRunner(model)
-        find_damage = DamageScan(opened.config).said
-        self.executor = ReferenceExecutor(self.runner, self.cache, described, find_damage)
+        self._steps = ReferenceExecutor(self.runner, cache, described, DamageScan(opened.config).said)
+        super().__init__(config, opened.facts, described, self._steps, cache)
 
     @property
+    @override
+    def description(self) -> str:
+        return f"transformers, fp32: {self.model.description}"
+
+    @property
+    @override
     def scheduler_config(self) -> SchedulerConfig:
-        """The limits of a scheduler for this engine. Raises ConfigError."""
         return scheduler_limits(self.config, self.model, self.cache, 1)
 
     @property
+    @override
     def identity(self) -> ModelIdentity:
-        """The identity that files with parts of the cache would need. Raises UnsupportedError: none are written."""
+        """Raise UnsupportedError: no files with parts of the cache are written."""
         raise UnsupportedError("the transformers backend does not let its cache be copied to a file")
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Compute the logits behind each token of a text at once, fp32 [T, vocab_size]. Between two steps."""
         return self.runner.logits(token_ids)
 
+    @override
     def close(self) -> None:
-        """Stop its threads."""
-        self.executor.close()
+        self._steps.close()
 
 
 def build_reference_engine(config: EngineConfig, progress: Progress | None = None) -> ReferenceEngine:

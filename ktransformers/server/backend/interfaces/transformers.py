@@ -24,9 +24,9 @@ from ktransformers import __version__
 from ktransformers.config import EngineConfig
 from ktransformers.core import Progress, TokenEvent
 from ktransformers.engine.api.batch_loop import BatchLoop, EngineRequest, PrefillChunk
-from ktransformers.engine.api.engine_loop import LoopEngine
 from ktransformers.engine.api.generate import Generation, prefill_and_generate
 from ktransformers.engine.api.pictures import Pictures
+from ktransformers.engine.load.loaded import LoadedModel
 from ktransformers.engine.load.reference import build_reference_engine
 from ktransformers.engine.model.checks import check_tokenizer
 from ktransformers.engine.sequence.output_processor import OutputProcessor
@@ -63,12 +63,12 @@ class LoadedLoop:
     """A loaded model: its facts, the loop that answers, the facts for profiles, and what its pictures need."""
 
     model: ModelInfo
-    loop: BatchLoop[LoopEngine]
+    loop: BatchLoop[LoadedModel]
     profiled: ProfileMeta = field(default_factory=lambda: ProfileMeta(backend="", version=__version__))
     pictures: Pictures | None = None
 
     @classmethod
-    def of(cls, loop: BatchLoop[LoopEngine], profiled: ProfileMeta) -> LoadedLoop:
+    def of(cls, loop: BatchLoop[LoadedModel], profiled: ProfileMeta) -> LoadedLoop:
         """Describe the model of a loop."""
         no_pictures = "the transformers backend runs the text model alone, balance_serve reads them"
         engine = loop.engine
