@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
-from ktransformers.errors import CapacityError, EngineError, LoadFailedError
+from ktransformers.errors import CapacityError, EngineError
 from ktransformers.system.restart_policy import FIRST_DELAY
 from tests.support.models.fake_models import Lab
 from tests.support.servers.asgi_client import Connection
@@ -511,20 +510,6 @@ def test_it_is_ready_when_the_first_models_are() -> None:
         assert (await lab.get("/ready")).status_code == 200
 
     run(work, first=["a"], idle=60.0)
-
-
-def test_a_server_whose_first_model_does_not_load_says_so_and_not_that_it_stopped(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.INFO, logger="ktransformers.server")
-
-    async def work(lab: Lab) -> None:
-        lab.lives["a"].error = EngineError("no room")
-        with pytest.raises(LoadFailedError):
-            await lab.models.serve()
-        assert not any(line.startswith("stopped") for line in caplog.messages)
-
-    run(work, first=["a"], port=0)
 
 
 def test_requests_are_found_whatever_model_they_are_of() -> None:
