@@ -18,7 +18,7 @@ import torch
 
 from ktransformers.bench.common.random_weights import random_raw
 from ktransformers.bench.probe.steps import step_costs
-from ktransformers.engine.model.threads import settle_torch_threads
+from ktransformers.engine.model.threads import limit_torch_threads
 from ktransformers.kernels.attention_call import AttentionCall, RowPages
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool, attention, limits, linear
 from ktransformers.kernels.cpu.topology import ThreadPlace, thread_places
@@ -87,7 +87,7 @@ def probe_read(cores: int, nbytes: int = FULL.read) -> tuple[dict[int, float], d
 
     A node's figure is that of its threads on memory that they touched first.
     """
-    settle_torch_threads()
+    limit_torch_threads()
     rates = {}
     for count in thread_counts(cores):
         with _pool(count) as pool:
