@@ -62,12 +62,12 @@ class EngineDrafts:
 
     @property
     def observed_from(self) -> int:
-        """The step from which on a drafter that rests is shown what is computed."""
-        return self.account.wakes_at - _OBSERVED if self._is_layer else 0
+        """The step from which on a layer that rests is shown what is computed; of another drafter the end of its rest."""
+        return self.account.wakes_at - (_OBSERVED if self._is_layer else 0)
 
     def is_observed(self, now: int) -> bool:
         """Whether the drafter is shown the next step, see StepPlan."""
-        return now >= self.observed_from
+        return not self._is_layer or now >= self.observed_from
 
     @property
     def token_seconds(self) -> float:

@@ -274,6 +274,7 @@ def test_a_layer_that_rests_is_shown_the_last_steps_before_it_is_tried_again() -
     wakes_at = layer.account.wakes_at
     assert [now for now in range(100, wakes_at + 3) if layer.is_observed(now)] == [*range(wakes_at - 4, wakes_at + 3)]
     assert all(model.is_observed(now) for now in range(100, wakes_at))
+    assert (layer.observed_from, model.observed_from) == (wakes_at - 4, model.account.wakes_at)  # nothing to do before
 
 
 def test_what_was_learnt_before_a_rest_counts_for_little_behind_it() -> None:
