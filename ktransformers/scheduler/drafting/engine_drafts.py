@@ -62,7 +62,7 @@ class EngineDrafts:
 
     @property
     def observed_from(self) -> int:
-        """The step from which on a layer that rests is shown what is computed; of another drafter the end of its rest."""
+        """The step from which on a layer that rests is shown what is computed; of another drafter, the rest's end."""
         return self.account.wakes_at - (_OBSERVED if self._is_layer else 0)
 
     def is_observed(self, now: int) -> bool:
