@@ -298,9 +298,9 @@ void ExpertStore::fill(const std::vector<double>& scores, bool wait) {
 
 void ExpertStore::probe(bool is_on) {
   check_owner();
-  const std::lock_guard<std::mutex> lock(shared_->mutex);
+  std::unique_lock<std::mutex> lock(shared_->mutex);
+  shared_->changed.wait(lock, [&] { return num_visits_ == 0; });
   check_open();
-  if (num_visits_ > 0) throw std::runtime_error("a call of this ExpertStore is under way");
   for (size_t at = 0; is_probed_ && !is_on && at < slots_.size(); ++at) {
     const Slot& slot = slots_[at];
     if (slot.state != State::Ready || slot.pins > 0) continue;

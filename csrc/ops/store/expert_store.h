@@ -56,8 +56,8 @@ class ExpertStore {
   void open(int64_t budget_nbytes, int64_t top_k);
   // From now on, if is_on, calls use few records for all: expert e of any layer is expert e % kProbed of the first
   // layer whose records are alike. Such calls are no picks, and are counted nowhere; what they read leaves when they
-  // are over. For steps that are compared with each other, or whose results nobody wants. Throws while a call is under
-  // way.
+  // are over. For steps that are compared with each other, or whose results nobody wants. Waits for calls that are
+  // under way.
   void probe(bool is_on);
   // Reads records to empty slots, while no call needs the disk: those of the highest scores, and of equal ones as many
   // of each layer. scores: of an earlier time [records], or empty. wait: until that is over.

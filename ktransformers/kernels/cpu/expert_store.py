@@ -180,7 +180,7 @@ class ExpertStore:
 
         Calls then read next to nothing, are no picks and count nowhere, and compute something else: for steps that are
         compared with each other, or whose results nobody wants. Slots that such calls filled are empty afterwards.
-        Raises RuntimeError while a call is under way.
+        Waits for calls that are under way.
         """
         self.handle.probe(is_on)
 
