@@ -222,7 +222,8 @@ class KCompressedAttention(WrapperOperator):
     def load(self, source: WeightSource) -> None:
         super().load(source)
         stored = source.tensor(f"{self.key}.o_a_proj.weight")
-        self._o_a = RawTensor(stored.data, stored.qtype, self._o_a_shape)
+        o_a = RawTensor(stored.data, stored.qtype, self._o_a_shape)
+        self._o_a = o_a if self.device.is_gpu else self.kept(o_a)
         if self.device.is_gpu:  # the compressors' own have the device's type, which rounds
             names = [f"{self.key}.{name}.position_bias" for name in ("compressor", "compressor.indexer")]
             self._biases = [
