@@ -131,7 +131,7 @@ def test_deepseeks_own_form_is_used(tokenizers: dict[str, Tokenizer], caplog: py
     assert "<｜tool▁sep｜>look_up_00\n```json\n" in text
     assert text.startswith("text 00.\n\n# Functions\n")
     assert [record.getMessage() for record in caplog.records if "(tools)" in record.getMessage()] == [
-        "the chat template: it writes no tools, or not these: a system turn describes them, and how to call them (tools)"
+        "the chat template: it does not write these tools: a system turn describes them, and how to call them (tools)"
     ]
     assert tokenizers["zephyr"].tool_format == "json"
 

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 _WHY = {
     **WHY,
-    "tools": "it writes no tools, or not these: a system turn describes them, and how to call them",
+    "tools": "it does not write these tools: a system turn describes them, and how to call them",
 }
 
 
