@@ -46,11 +46,12 @@ def first_fault(errors: Sequence[Mapping[str, Any]], body: Any) -> Fault:
 def _place(error: Mapping[str, Any], body: Any) -> tuple[Place, Place | None]:
     """The place of an error in `body`, and pydantic's of the first union on the way, which is without a tag (<tag>)."""
     location: Place = error["loc"]
+    if location[:1] != ("body",):  # of the query
+        return location, None
     place: list[int | str] = []
     union: Place | None = None
     value = body
-    start = 1 if location[:1] == ("body",) else 0
-    for at, part in enumerate(location[start:], start):
+    for at, part in enumerate(location[1:], 1):
         if isinstance(part, str) and part.startswith("<"):
             continue
         is_last = at == len(location) - 1
@@ -58,7 +59,7 @@ def _place(error: Mapping[str, Any], body: Any) -> tuple[Place, Place | None]:
             value = value.get(str(part))
         elif isinstance(value, list) and isinstance(part, int) and part < len(value):
             value = value[part]
-        elif at > start:
+        else:
             union = location[:at] if union is None else union
             continue
         place.append(part)
