@@ -31,7 +31,13 @@ TEXTS = {
     "gemma3": ("gemma3_text", "gemma3"),
     "kimi_k25": ("deepseek_v3", "deepseek2"),
 }
-AS_TEXT = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
+AS_TEXT = {
+    "qwen2_vl": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
+    "glm4v_moe": "glm4_moe",
+}
 SECTIONS = [4, 2, 2]
 
 
