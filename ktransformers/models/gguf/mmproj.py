@@ -262,6 +262,15 @@ PROJECTORS: Mapping[str, tuple[tuple[str, ...], _Read]] = {
 }
 """By the type that the file names: model types of composites with such a tower, and what reads its config."""
 
+_OF_SOUND = frozenset(
+    {
+        *("gemma3na", "gemma4a", "gemma4ua", "ultravox", "qwen2a", "qwen3a", "glma", "voxtral", "meralion"),
+        *("musicflamingo", "lfm2a", "granite_speech", "mimo_audio", "parakeet", "dots3note_a", "qwen3tts_spkenc"),
+        *("qwen3tts_gen", "pockettts_spkenc", "pockettts_gen"),
+    }
+)
+"""Types of llama.cpp's that take or make sound alone."""
+
 _TEXTS = {
     "qwen2": ("qwen2_vl", "qwen2_5_vl"),
     "qwen3": ("qwen3_vl",),
@@ -278,8 +287,12 @@ def projector_of(metadata: Mapping[str, object]) -> str:
     """Return the type of a projector file. Raises UnsupportedError for one that is not read here."""
     found = metadata.get("clip.projector_type") or metadata.get("clip.vision.projector_type")
     if found is None:
+        if metadata.get("clip.audio.projector_type"):
+            raise UnsupportedError("it is a projector for sound, which no model takes here")
         kind = f"a model of {metadata.get('general.architecture', 'an unknown kind')!s:.40}"
         raise UnsupportedError(f"it holds {kind}, not a projector for pictures; llama.cpp's are called mmproj-*.gguf")
+    if found in _OF_SOUND:
+        raise UnsupportedError(f"projectors of type {found!r} are for sound, which no model takes here")
     if found not in PROJECTORS:
         raise UnsupportedError(
             f"projectors of type {found!r:.40} are not read here; {', '.join(PROJECTORS)} are. The model's folder of "
