@@ -230,6 +230,27 @@ def test_pixels_that_a_file_names(bounds: dict[str, int], found: tuple[int, int]
             assert size == {"shortest_edge": found[0] * 32 * 32, "longest_edge": found[1] * 32 * 32}
 
 
+@pytest.mark.parametrize(
+    ("kind", "bounds", "image"),
+    [
+        ("glm4v", {}, {"size": {"shortest_edge": 2 * 8 * 1024, "longest_edge": 2 * 4096 * 1024}}),  # of two frames
+        ("glm5v", {}, {"min_image_tokens": 16, "max_image_tokens": 8000}),
+        ("glm5v", {"min": 32, "max": 100}, {"min_image_tokens": 32, "max_image_tokens": 100}),
+        ("minimax_m3", {}, {"size": {"shortest_edge": 8 * 1024, "longest_edge": 576 * 1024}}),
+        ("idefics3", {}, {"size": {"longest_edge": 768}, "max_image_size": {"longest_edge": 768}}),
+        ("gemma4v", {}, {"patch_size": 16, "pooling_kernel_size": 3}),
+        ("lfm2", {}, {"encoder_patch_size": 16, "downsample_factor": 2}),
+    ],
+)
+def test_sizes_of_other_projectors(kind: str, bounds: dict[str, int], image: dict[str, object]) -> None:
+    metadata = {
+        "clip.projector_type": kind, "clip.vision.patch_size": 16, "clip.vision.image_size": 768,
+        **{f"clip.vision.image_{end}_pixels": count * 32 * 32 for end, count in bounds.items()},
+    }  # fmt: skip
+    found = mmproj_processor(metadata).image
+    assert {key: found[key] for key in image} == image
+
+
 def test_a_vocabulary_without_the_token_of_pictures(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Gemma's converter drops it, and an unused one stands for it; without any a model says so."""
     files = pair(tmp_path, "gemma3")
