@@ -55,6 +55,9 @@ _ROUTER = "router.KRouter"
 _GQA = "attention.KAttention"
 _MLA = "mla.KMLAAttention"
 _COMPRESSED = "compressed.KCompressedAttention"
+_SHARED = "shared.KSharedCompressedAttention"
+_ENGRAM = "engram.KEngram"
+_LAGGED = "lagged.KLaggedConnection"
 _INDEXER = "indexer.KIndexer"
 _BLOCK_INDEXER = "indexer.KBlockIndexer"
 _POOLED_INDEXER = "indexer.KPooledIndexer"
@@ -100,6 +103,9 @@ _ALIASES_BY_ROLE: dict[str, dict[str, str]] = {
         "balance_serve_attention": "flashinfer_attn deepseek_torch_attn",
     },
     _COMPRESSED: {},
+    _SHARED: {},
+    _ENGRAM: {},
+    _LAGGED: {},
     _HYPER: {},
     _GATED: {},
     _MODEL: {
@@ -135,6 +141,9 @@ _HOMES = {
     _GQA: "attention.gqa",
     _MLA: "attention.mla",
     _COMPRESSED: "attention.compressed",
+    _SHARED: "attention.shared",
+    _ENGRAM: "attention.engram",
+    _LAGGED: "layers.lagged",
     _INDEXER: "attention.indexer",
     _BLOCK_INDEXER: "attention.indexer",
     _POOLED_INDEXER: "attention.indexer",

@@ -46,6 +46,7 @@ from ktransformers.models.gguf.config import FACTOR_TENSORS, config_from_gguf
 from ktransformers.models.gguf.sampling import sampling_defaults
 from ktransformers.models.heads import settle_head
 from ktransformers.models.mtp_config import mtp_config, mtp_family
+from ktransformers.models.registry import ignorable_tensors
 from ktransformers.operators.partial_sums import PartialSums
 from ktransformers.system.file_kinds import wrong_start
 from ktransformers.tokenizer import Tokenizer, has_tokenizer_files, load_tokenizer, read_chat_template
@@ -164,6 +165,7 @@ def open_model(config: EngineConfig, target: OpenedModel | None = None) -> Opene
         source, files = SafetensorsSource(stored, facts, parameters), [file.path for file in stored.files]
         tower = open_tower_of(config, whole, stored, source, facts)
     check_parameters(model, source, shapes)
+    _log_unread(model, source)
     states, nbytes = _states(config, files), _bytes_by_type(gguf, stored)
     opened = OpenedModel(
         config, model.config, facts, gguf, model, source, tuple(files), states, nbytes, has_head=has_head, tower=tower
@@ -173,6 +175,14 @@ def open_model(config: EngineConfig, target: OpenedModel | None = None) -> Opene
     if config.drafter == "mtp":
         opened = replace(opened, draft=_open_mtp(opened if layers is None else _with_layers(opened, layers), stored))
     return opened
+
+
+def _log_unread(model: PreTrainedModel, source: WeightSource) -> None:
+    """Say what the files hold besides the model, where its class says what that is."""
+    unread = getattr(model, "UNREAD", None)
+    count = sum(map(ignorable_tensors(model), source.stored_names())) if unread else 0
+    if count:
+        logger.info("%d tensors are left unread: %s", count, unread)
 
 
 def _with_layers(opened: OpenedModel, layers: GGUFModel) -> OpenedModel:

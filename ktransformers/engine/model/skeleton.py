@@ -18,6 +18,7 @@ from ktransformers.engine.model.config_checks import check_config_values
 from ktransformers.engine.model.file_layouts import arrange
 from ktransformers.engine.model.text_models import causal_class
 from ktransformers.errors import ConfigError, UnsupportedError, reason_of
+from ktransformers.models.deepseek_v41 import register as register_deepseek_v41
 from ktransformers.models.facts import LayerFacts, LayerKind, ModelFacts
 from ktransformers.models.families import NOT_IN_TRANSFORMERS
 from ktransformers.models.fused_experts_adapter import adapt_fused_experts
@@ -59,6 +60,7 @@ def load_hf_config(model_path: Path, trust_remote_code: bool = False) -> Pretrai
     """The config of the model in folder `model_path`. Raises ConfigError when there is none or it is broken."""
     from transformers import AutoConfig
 
+    register_deepseek_v41()
     path = model_path / "config.json"
     if not path.is_file():
         raise ConfigError(f"{model_path} holds no config.json; --model_path is the folder of the original model")
