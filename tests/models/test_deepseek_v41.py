@@ -27,7 +27,7 @@ from ktransformers.engine.step.executor import PagedExecutor
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.errors import ConfigError, UnsupportedError
-from ktransformers.models.deepseek_v41 import DeepseekV41Config
+from ktransformers.models.deepseek_v41.configuration import DeepseekV41Config
 from ktransformers.models.deepseek_v41.hashing import EngramLayout, alike_tokens, table_rows, token_map
 from ktransformers.models.facts import LayerKind, ModelFacts
 from tests.support.engines.fake_gpus import fake_hardware

@@ -18,7 +18,7 @@ from ktransformers.engine.model.config_checks import check_config_values
 from ktransformers.engine.model.file_layouts import arrange
 from ktransformers.engine.model.text_models import causal_class
 from ktransformers.errors import ConfigError, UnsupportedError, reason_of
-from ktransformers.models.deepseek_v41 import register as register_deepseek_v41
+from ktransformers.models import deepseek_v41
 from ktransformers.models.facts import LayerFacts, LayerKind, ModelFacts
 from ktransformers.models.families import NOT_IN_TRANSFORMERS
 from ktransformers.models.fused_experts_adapter import adapt_fused_experts
@@ -60,7 +60,6 @@ def load_hf_config(model_path: Path, trust_remote_code: bool = False) -> Pretrai
     """The config of the model in folder `model_path`. Raises ConfigError when there is none or it is broken."""
     from transformers import AutoConfig
 
-    register_deepseek_v41()
     path = model_path / "config.json"
     if not path.is_file():
         raise ConfigError(f"{model_path} holds no config.json; --model_path is the folder of the original model")
@@ -97,6 +96,8 @@ def _read_config_file(path: Path, trust_remote_code: bool) -> dict[str, Any]:
             "own, and writes no text"
         )
     model_type = values.get("model_type")
+    if model_type == deepseek_v41.MODEL_TYPE:
+        deepseek_v41.register()
     if isinstance(model_type, str) and (model_type in CONFIG_MAPPING or model_type in OTHER_NAMES):
         return values
     if "auto_map" in values and trust_remote_code:

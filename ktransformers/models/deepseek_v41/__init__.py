@@ -5,15 +5,18 @@
 
 from __future__ import annotations
 
-from transformers import AutoConfig, AutoModelForCausalLM
+__all__ = ["MODEL_TYPE", "register"]
 
-from ktransformers.models.deepseek_v41.configuration import DeepseekV41Config
-from ktransformers.models.deepseek_v41.modeling import DeepseekV41ForCausalLM
-
-__all__ = ["DeepseekV41Config", "DeepseekV41ForCausalLM", "register"]
+MODEL_TYPE = "deepseek_v41"
 
 
 def register() -> None:
     """Make transformers' Auto classes know the family. Called again, it changes nothing."""
-    AutoConfig.register(DeepseekV41Config.model_type, DeepseekV41Config, exist_ok=True)
+    # Here, so that whoever runs other models does not wait for these modules.
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ktransformers.models.deepseek_v41.configuration import DeepseekV41Config
+    from ktransformers.models.deepseek_v41.modeling import DeepseekV41ForCausalLM
+
+    AutoConfig.register(MODEL_TYPE, DeepseekV41Config, exist_ok=True)
     AutoModelForCausalLM.register(DeepseekV41Config, DeepseekV41ForCausalLM, exist_ok=True)

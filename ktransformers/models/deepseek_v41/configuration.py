@@ -19,7 +19,7 @@ _OF_FILE = ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id", "q
 
 
 @strict
-class DeepseekV41Config(DeepseekV4Config):
+class DeepseekV41Config(DeepseekV4Config):  # type: ignore[misc]
     """Fields of DeepSeek-V4's config, and what V4.1 adds.
 
     compress_ratios: for each layer, the tokens of an entry of the stream that it reads; 0: it reads none.
@@ -50,7 +50,7 @@ class DeepseekV41Config(DeepseekV4Config):
     default_num_hash_layers: ClassVar[int] = 0
 
     @classmethod
-    def from_dict(cls, config_dict: Mapping[str, Any], **kwargs: Any) -> Any:  # type: ignore[override]
+    def from_dict(cls, config_dict: Mapping[str, Any], **kwargs: Any) -> Any:
         """Return the config of a config.json as published, or of a flat one."""
         values = dict(config_dict)
         text = values.pop(_TEXT, None)

@@ -75,7 +75,8 @@ def _primes(first: int, layers: int, sizes: int, heads: int) -> tuple[tuple[tupl
     used: set[int] = set()
 
     def taken() -> tuple[int, ...]:
-        found, number = [], first
+        found: list[int] = []
+        number = first
         while len(found) < heads:
             if number not in used and _is_prime(number):
                 used.add(number)
@@ -126,7 +127,7 @@ def alike_tokens(tokenizer: Tokenizer) -> list[int]:
     for token_id in range(tokenizer.get_vocab_size(with_added_tokens=True)):
         text = tokenizer.decode([token_id], skip_special_tokens=False)
         is_part = "\ufffd" in text  # of a character
-        key = tokenizer.id_to_token(token_id) if is_part else readable.normalize_str(text) or text
+        key = str(tokenizer.id_to_token(token_id)) if is_part else readable.normalize_str(text) or text
         found.append(numbers.setdefault(key, len(numbers)))
     return found
 

@@ -160,19 +160,21 @@ class DeepseekV41DecoderLayer(nn.Module):
         self, hidden_states: Tensor, pre: Tensor, shared: object, input_ids: Tensor, **kwargs: Any
     ) -> tuple[Tensor, Tensor, object]:
         """Run the layer. input_ids: int64 [1, T]."""
+        attn_hc: Any = self.attn_hc  # operators, once it runs
+        ffn_hc: Any = self.ffn_hc
         streams = hidden_states
         if self.engram is not None:
             streams = self.engram(streams, input_ids, **kwargs)
-        next_pre, post, comb = self.attn_hc(streams)
-        x = self.attn_norm(self.attn_hc.collapse(streams, pre))
+        next_pre, post, comb = attn_hc(streams)
+        x = self.attn_norm(attn_hc.collapse(streams, pre))
         out, shared = self.self_attn(hidden_states=x, shared=shared, **kwargs)
-        streams = self.attn_hc.mix(streams, out, post, comb)
-        pre, post, comb = self.ffn_hc(streams)
-        x = self.ffn_norm(self.ffn_hc.collapse(streams, next_pre))
-        return self.ffn_hc.mix(streams, self.mlp(x), post, comb), pre, shared
+        streams = attn_hc.mix(streams, out, post, comb)
+        pre, post, comb = ffn_hc(streams)
+        x = self.ffn_norm(ffn_hc.collapse(streams, next_pre))
+        return ffn_hc.mix(streams, self.mlp(x), post, comb), pre, shared
 
 
-class DeepseekV41PreTrainedModel(v4.DeepseekV4PreTrainedModel):
+class DeepseekV41PreTrainedModel(v4.DeepseekV4PreTrainedModel):  # type: ignore[misc]
     """Base of V4.1's models. UNREAD: what the published files hold besides."""
 
     config_class = DeepseekV41Config
@@ -221,7 +223,7 @@ class DeepseekV41Model(DeepseekV41PreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(last.ffn_hc.collapse(streams, pre)))
 
 
-class DeepseekV41ForCausalLM(DeepseekV41PreTrainedModel, GenerationMixin):
+class DeepseekV41ForCausalLM(DeepseekV41PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     """DeepSeek-V4.1's language model."""
 
     def __init__(self, config: DeepseekV41Config):

@@ -54,7 +54,7 @@ def text_config(**changes: Any) -> dict[str, Any]:
             "factor": 4,
             "beta_fast": 32,
             "beta_slow": 1,
-            "original_max_position_embeddings": 16,
+            "original_max_position_embeddings": 64,
         },
         "n_routed_experts": 8,
         "n_shared_experts": 1,
