@@ -22,7 +22,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.load.builder import Engine, build_engine, plan_model
 from ktransformers.engine.model.opened import open_model
-from ktransformers.engine.model.skeleton import load_hf_config
+from ktransformers.engine.model.skeleton import build_skeleton, load_hf_config
 from ktransformers.engine.step.executor import PagedExecutor
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.runner import ModelRunner
@@ -322,6 +322,8 @@ def test_other_tokenizers_are_refused(folder: Path, tmp_path: Path) -> None:
         ({"kv_source_layer_ids": [4]}, "layer 2 reads entries of 2 tokens"),
         ({"candidate_topk_blocks": 1}, "leaves 1 entries of which index_topk"),
         ({"engram_num_embeddings": [9]}, "has not a number for each"),
+        ({"engram_num_embeddings": [606, 606]}, "says 606 rows for layer 1, whose hashes need 660"),
+        ({"engram_n_heads": 9}, "whose 3 x 9 hashes have 101 each"),
     ],
 )
 def test_a_config_that_is_not_right_is_refused(values: dict[str, Any], why: str, tmp_path: Path) -> None:
@@ -329,7 +331,7 @@ def test_a_config_that_is_not_right_is_refused(values: dict[str, Any], why: str,
     written["text_config"] |= values
     (tmp_path / "config.json").write_text(json.dumps(written))
     with pytest.raises(ConfigError, match=why):
-        load_hf_config(tmp_path)
+        build_skeleton(load_hf_config(tmp_path))
 
 
 def test_what_needs_other_cuts_is_refused(folder: Path) -> None:

@@ -17,7 +17,7 @@ from ktransformers.cache.static import LayerShape
 from ktransformers.engine.model.config_checks import check_config_values
 from ktransformers.engine.model.file_layouts import arrange
 from ktransformers.engine.model.text_models import causal_class
-from ktransformers.errors import ConfigError, UnsupportedError, reason_of
+from ktransformers.errors import ConfigError, KTransformersError, UnsupportedError, reason_of
 from ktransformers.models import deepseek_v41
 from ktransformers.models.facts import LayerFacts, LayerKind, ModelFacts
 from ktransformers.models.families import NOT_IN_TRANSFORMERS
@@ -180,6 +180,8 @@ def build_skeleton(hf_config: PretrainedConfig, trust_remote_code: bool = False)
                 attn_implementation=ATTENTION_NAME,
                 dtype=torch.float32,
             )
+    except KTransformersError:  # of a class of this package
+        raise
     except Exception as error:  # whatever the modules of any family do with values that do not fit each other
         if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
             raise UnsupportedError(

@@ -43,13 +43,18 @@ class EngramLayout:
         """Return the layout of a layer that has a table. Raises ConfigError where its rows are too few."""
         layers = list(config.engram_layer_ids or ())
         place = layers.index(layer)
-        primes = _primes(config.engram_vocab_size, len(layers), config.engram_max_ngram_size - 1, config.engram_n_heads)
-        own, total = primes[place], 0
-        offsets = []
-        for sizes in own:
-            offsets.append(tuple(total + sum(sizes[:head]) for head in range(len(sizes))))
-            total += sum(sizes)
+        sizes, heads = config.engram_max_ngram_size - 1, config.engram_n_heads
         rows = (config.engram_num_embeddings or [])[place]
+        if sizes < 1 or heads < 1 or sizes * heads * config.engram_vocab_size > rows:
+            raise ConfigError(
+                f"engram_num_embeddings says {rows} rows for layer {layer}, whose {sizes} x {heads} hashes have "
+                f"{config.engram_vocab_size} each"
+            )
+        own, total = _primes(config.engram_vocab_size, len(layers), sizes, heads)[place], 0
+        offsets = []
+        for buckets in own:
+            offsets.append(tuple(total + sum(buckets[:head]) for head in range(heads)))
+            total += sum(buckets)
         if total > rows:
             raise ConfigError(f"engram_num_embeddings says {rows} rows for layer {layer}, whose hashes need {total}")
         bound = max(1, _MOST // config.engram_compressed_vocab_size // 2)

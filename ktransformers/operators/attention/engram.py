@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ktransformers.errors import TensorMismatchError, UnsupportedError
+from ktransformers.errors import ConfigError, TensorMismatchError, UnsupportedError
 from ktransformers.kernels import cpu
 from ktransformers.kernels.types import QuantType, RawTensor
 from ktransformers.models.deepseek_v41.hashing import EngramLayout, table_rows, token_map
@@ -85,8 +85,13 @@ class KEngram(WrapperOperator):
     def load(self, source: WeightSource) -> None:
         super().load(source)
         inner: Any = self.inner
-        numbers = token_map(inner.model_folder, int(inner.num_numbers))
-        self._numbers, self._padding = torch.tensor(numbers), numbers[int(inner.pad_token_id)]
+        numbers = torch.tensor(token_map(inner.model_folder, int(inner.num_numbers)))
+        pad, facts = int(inner.pad_token_id), self.config.facts
+        if not 0 <= pad < len(numbers):
+            raise ConfigError(f"engram_pad_token_id {pad} is none of the tokenizer's {len(numbers)} tokens")
+        self._padding = int(numbers[pad])
+        self._numbers = torch.full((facts.vocab_size + facts.num_extra_ids,), self._padding)  # ids without a token
+        self._numbers[: len(numbers)] = numbers[: len(self._numbers)]
         info = self._found(source)
         if _is_scaled(info):
             self._table = self._pairs(source, info)

@@ -24,7 +24,9 @@ from torch.nn import functional
 from tests.support.models.fp8_models import published_matrix, to_fp4, to_fp8
 
 VOCAB_SIZE = 96
+_NUM_WORDS = 90  # embeddings may have more rows than there are tokens
 _WORDS = ["the", "cat", "sat", "on", "an", "mat", "dog", "runs", "far", "away", "in", "rain"]
+PADDING = 2
 _NEVER = float("-inf")
 
 
@@ -83,7 +85,7 @@ def text_config(**changes: Any) -> dict[str, Any]:
         "engram_vocab_size": 101,
         "engram_n_heads": 2,
         "engram_head_dim": 64,
-        "engram_pad_token_id": 2,
+        "engram_pad_token_id": PADDING,
         "engram_compressed_vocab_size": len(set(numbers_of_tokens())),
         "num_nextn_predict_layers": 2,
     }
@@ -108,13 +110,15 @@ def published_config(text: dict[str, Any] | None = None) -> dict[str, Any]:
 def words() -> list[str]:
     """Words of the tokenizer, by id: some are spelt alike but for case and accents."""
     found = [*_WORDS, *(word.upper() for word in _WORDS), *(word.title() for word in _WORDS), "\u00e9", "E", "e"]
-    return [*found, *(f"w{i}" for i in range(VOCAB_SIZE - len(found)))]
+    return [*found, *(f"w{i}" for i in range(_NUM_WORDS - len(found)))]
 
 
 def numbers_of_tokens() -> list[int]:
-    """The number of each token among those that read alike: here by lower case without the one accent that there is."""
+    """The number of each id among tokens that read alike, here by lower case without the one accent that there is; ids
+    without a token count as padding."""
     known: dict[str, int] = {}
-    return [known.setdefault(word.lower().replace("\u00e9", "e"), len(known)) for word in words()]
+    found = [known.setdefault(word.lower().replace("\u00e9", "e"), len(known)) for word in words()]
+    return found + [found[PADDING]] * (VOCAB_SIZE - len(found))
 
 
 def _primes(first: int, used: list[int], count: int) -> list[int]:
