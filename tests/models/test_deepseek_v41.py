@@ -1,4 +1,4 @@
-"""DeepSeek-V4.1 against an oracle in plain torch (tests/support/models/deepseek_v41.py): transformers has no class."""
+"""DeepSeek-V4.1 against an oracle in plain torch (tests/support/oracles/deepseek_v41.py): transformers has no class."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.support.engines.fake_gpus import fake_hardware
 from tests.support.engines.one_sequence import static_engine
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
 from tests.support.models.agreement import INT8_TOLERANCE
-from tests.support.models.deepseek_v41 import (
+from tests.support.oracles.deepseek_v41 import (
     VOCAB_SIZE,
     Oracle,
     published_config,
@@ -157,7 +157,7 @@ def test_batches_prefix_hits_and_lost_engines_change_nothing(engine: Engine) -> 
 
 
 def test_hashes_are_those_of_the_published_code() -> None:
-    """Numbers that inference/engram.py of the published model gives for a small tokenizer (frozen in the tests of
+    """Numbers that the published model's own code gives for a small tokenizer (frozen in the tests of
     NVIDIA's NeMo Automodel), and the rows of the published tables, which are sums of the primes."""
     vocab = {"[UNK]": 0, " The": 1, "the": 2, "THE": 3, "\u00e9": 4, "E": 5, " ": 6, "x": 7, "\ufffd": 8}
     numbers = alike_tokens(Tokenizer(models.WordLevel(vocab, unk_token="[UNK]")))

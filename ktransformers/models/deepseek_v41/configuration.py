@@ -7,7 +7,7 @@ not built here: this config is the language model's, flat.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import DeepseekV4Config
@@ -50,7 +50,7 @@ class DeepseekV41Config(DeepseekV4Config):  # type: ignore[misc]
     default_num_hash_layers: ClassVar[int] = 0
 
     @classmethod
-    def from_dict(cls, config_dict: Mapping[str, Any], **kwargs: Any) -> Any:
+    def from_dict(cls, config_dict: Mapping[str, object], **kwargs: object) -> object:
         """Return the config of a config.json as published, or of a flat one."""
         values = dict(config_dict)
         text = values.pop(_TEXT, None)
@@ -59,8 +59,8 @@ class DeepseekV41Config(DeepseekV4Config):  # type: ignore[misc]
             values = {**{name: value for name, value in text.items() if name not in _OTHERS}, **named}
         return super().from_dict(values, **kwargs)
 
-    def __post_init__(self, **kwargs: Any) -> None:
-        if float(kwargs.pop("gate_temp", 1.0)) != 1.0:
+    def __post_init__(self, **kwargs: object) -> None:
+        if kwargs.pop("gate_temp", 1.0) != 1.0:
             raise ValueError("gate_temp divides the router's logits, which is supported for 1 alone")
         for name in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids", "engram_num_embeddings"):
             setattr(self, name, list(getattr(self, name) or ()))

@@ -4,7 +4,7 @@
     hash of n tokens  = c[p] m[0] ^ c[p-1] m[1] ^ ... ^ c[p-n+1] m[n-1]        what is before the text counts as padding
     row of the table  = first row of (n, head) + hash mod the prime of (n, head)
 
-As in inference/engram.py of the published model. Knows tokenizer.json; no weights.
+As the published model's own code has them. Knows tokenizer.json; no weights.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ The modules hold parameters and say who calls whom. Engram, attention and connec
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,8 @@ class DeepseekV41Compressor(nn.Module):
 
 
 class DeepseekV41Indexer(nn.Module):
-    """Chooses entries. k_proj, k_norm: of layers that make entries, whose keys later indexers score, too.
+    """Chooses the entries that attention sees. Layers that make entries have k_proj and k_norm, too, which make what
+    later indexers score.
 
     num_blocks, block_size: of a layer whose choice of blocks later ones choose inside; 0 blocks in others.
     """
@@ -108,6 +109,14 @@ class DeepseekV41Connection(nn.Module):
         self.base = nn.Parameter(torch.empty(width))
         self.scale = nn.Parameter(torch.empty(3))
 
+    def collapse(self, streams: Tensor, pre: Tensor) -> Tensor:
+        """Make a block's input [1, T, H] of streams [1, T, N, H], by weights [1, T, N] from the block before."""
+        return (pre[..., None] * streams).sum(2)
+
+    def mix(self, streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        """Mix a block's result [1, T, H] with its streams, by weights [1, T, N] and [1, T, N, N] of these."""
+        return post[..., None] * out[:, :, None] + comb.transpose(-1, -2) @ streams
+
 
 class DeepseekV41EngramTable(nn.Module):
     """The rows of a table of n-grams, [rows, columns]: too many for memory, they stay in their file."""
@@ -157,21 +166,19 @@ class DeepseekV41DecoderLayer(nn.Module):
         self.attn_hc, self.ffn_hc = DeepseekV41Connection(config), DeepseekV41Connection(config)
 
     def forward(
-        self, hidden_states: Tensor, pre: Tensor, shared: object, input_ids: Tensor, **kwargs: Any
+        self, hidden_states: Tensor, pre: Tensor, shared: object, input_ids: Tensor, **kwargs: object
     ) -> tuple[Tensor, Tensor, object]:
         """Run the layer. input_ids: int64 [1, T]."""
-        attn_hc: Any = self.attn_hc  # operators, once it runs
-        ffn_hc: Any = self.ffn_hc
         streams = hidden_states
         if self.engram is not None:
             streams = self.engram(streams, input_ids, **kwargs)
-        next_pre, post, comb = attn_hc(streams)
-        x = self.attn_norm(attn_hc.collapse(streams, pre))
+        next_pre, post, comb = self.attn_hc(streams)
+        x = self.attn_norm(self.attn_hc.collapse(streams, pre))
         out, shared = self.self_attn(hidden_states=x, shared=shared, **kwargs)
-        streams = attn_hc.mix(streams, out, post, comb)
-        pre, post, comb = ffn_hc(streams)
-        x = self.ffn_norm(ffn_hc.collapse(streams, next_pre))
-        return ffn_hc.mix(streams, self.mlp(x), post, comb), pre, shared
+        streams = self.attn_hc.mix(streams, out, post, comb)
+        pre, post, comb = self.ffn_hc(streams)
+        x = self.ffn_norm(self.ffn_hc.collapse(streams, next_pre))
+        return self.ffn_hc.mix(streams, self.mlp(x), post, comb), pre, shared
 
 
 class DeepseekV41PreTrainedModel(v4.DeepseekV4PreTrainedModel):  # type: ignore[misc]
@@ -179,7 +186,7 @@ class DeepseekV41PreTrainedModel(v4.DeepseekV4PreTrainedModel):  # type: ignore[
 
     config_class = DeepseekV41Config
     _no_split_modules = ("DeepseekV41DecoderLayer",)
-    _can_record_outputs: Any = None
+    _can_record_outputs: object = None
     UNREAD = "layers that draft (DSpark), and what reads pictures"
     _keys_to_ignore_on_load_unexpected = (
         r"(^|\.)mtp\..*",  # layers that draft (DSpark)
@@ -205,7 +212,7 @@ class DeepseekV41Model(DeepseekV41PreTrainedModel):
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> BaseModelOutputWithPast:
         """Run the layers over int64 [1, T] ids at given positions; hidden states [1, T, H]."""
         assert input_ids is not None, "tables of n-grams are looked up by tokens"
@@ -219,7 +226,7 @@ class DeepseekV41Model(DeepseekV41PreTrainedModel):
         shared: object = None
         for layer in self.layers:
             streams, pre, shared = layer(streams, pre, shared, input_ids, position_embeddings=angles, **kwargs)
-        last: Any = self.layers[-1]
+        last = cast(DeepseekV41DecoderLayer, self.layers[-1])
         return BaseModelOutputWithPast(last_hidden_state=self.norm(last.ffn_hc.collapse(streams, pre)))
 
 
@@ -233,7 +240,7 @@ class DeepseekV41ForCausalLM(DeepseekV41PreTrainedModel, GenerationMixin):  # ty
         self.post_init()
 
     def forward(
-        self, input_ids: Tensor | None = None, logits_to_keep: int | Tensor = 0, **kwargs: Any
+        self, input_ids: Tensor | None = None, logits_to_keep: int | Tensor = 0, **kwargs: object
     ) -> CausalLMOutputWithPast:
         """Return logits [1, N, vocab_size] of the rows to keep, int64 [N], or of the last ones; 0: of all."""
         hidden_states = self.model(input_ids=input_ids, **kwargs).last_hidden_state

@@ -169,10 +169,9 @@ class KCompressedAttention(WrapperOperator):
             raise UnsupportedError(
                 f"{type(self).__name__} cannot replace {key} ({type(module).__name__}): no {missing[0]}"
             )
-        inner: Any = module
-        self.layer_idx, self.layer = int(inner.layer_idx), layer_number(module)
-        self.window = int(inner.sliding_window)
-        self.num_heads, self.head_dim = int(inner.num_heads), int(inner.head_dim)
+        numbers = (int(getattr(module, name)) for name in ("layer_idx", "sliding_window", "num_heads", "head_dim"))
+        self.layer_idx, self.window, self.num_heads, self.head_dim = numbers
+        self.layer = layer_number(module)
         self._o_a: RawTensor | None = None  # [groups, R, columns of a group]
         self._biases: list[torch.Tensor] = []  # of positions in a window, fp32 on a GPU
         self._gpu: GpuCompressed | None = None
@@ -180,10 +179,11 @@ class KCompressedAttention(WrapperOperator):
         self._indexer: _Compression | None = None
         self._head_eps: float | None = None
         self._epsilons: tuple[float, float] | None = None
-        self.cached_dim = self._take_parts(inner)
+        self.cached_dim = self._take_parts()
 
-    def _take_parts(self, inner: Any) -> int:
+    def _take_parts(self) -> int:
         """Look at the parts of the module; return the columns of the cache's rows."""
+        inner: Any = self.inner
         width = self.head_dim
         if inner.compressor is not None:
             self._compressor = _Compression.of(inner.compressor, width, 2 * self.head_dim)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,9 @@ from ktransformers.operators.wrapper import DenseState, WrapperOperator
 from ktransformers.weights.mapped_file import place_in_file
 from ktransformers.weights.source import TensorInfo, WeightSource
 
+if TYPE_CHECKING:
+    from ktransformers.models.deepseek_v41.modeling import DeepseekV41Engram
+
 __all__ = ["KEngram"]
 
 _GROUP = 32  # columns of a row under one exponent
@@ -48,17 +51,20 @@ class KEngram(WrapperOperator):
 
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         super().__init__(module, key, config, placement)
-        inner: Any = module
         if not isinstance(getattr(module, "layout", None), EngramLayout):
             raise UnsupportedError(f"KEngram cannot replace {key} ({type(module).__name__}): it has no layout")
         if self.device.is_gpu:
             raise UnsupportedError(f"{key}: tables of n-grams are looked up on the CPU; place it there")
-        self.layer_idx, self.layout = int(inner.layer_idx), inner.layout
-        self._shape = tuple(inner.embed.weight.shape)
+        self.layer_idx, self.layout = self._module.layer_idx, self._module.layout
+        self._shape = tuple(self._module.embed.weight.shape)
         self._numbers = torch.empty(0, dtype=torch.int64)  # of tokens, by id
         self._padding = 0
         self._table: list[RawTensor] = []  # of the rows' columns; of FP8 their bytes in pairs, then their exponents
         self._stores: list[cpu.RowStore] = []  # read these; none: where they are mapped
+
+    @property
+    def _module(self) -> DeepseekV41Engram:
+        return cast("DeepseekV41Engram", self.inner)
 
     # What it holds.
 
@@ -84,9 +90,9 @@ class KEngram(WrapperOperator):
     @override
     def load(self, source: WeightSource) -> None:
         super().load(source)
-        inner: Any = self.inner
-        numbers = torch.tensor(token_map(inner.model_folder, int(inner.num_numbers)))
-        pad, facts = int(inner.pad_token_id), self.config.facts
+        inner = self._module
+        numbers = torch.tensor(token_map(inner.model_folder, inner.num_numbers))
+        pad, facts = inner.pad_token_id, self.config.facts
         if not 0 <= pad < len(numbers):
             raise ConfigError(f"engram_pad_token_id {pad} is none of the tokenizer's {len(numbers)} tokens")
         self._padding = int(numbers[pad])
@@ -126,22 +132,22 @@ class KEngram(WrapperOperator):
         streams: Tensor,
         input_ids: Tensor,
         forward_context: ForwardContext | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Tensor:
         if forward_context is None:
             raise UnsupportedError(f"{self.key} runs inside of the engine only: it needs a context")
         pool = self.config.require_pool()
         rows = StepRows.of(forward_context)
         found = self._looked_up(self._hashed(self._numbers[input_ids[0].long()], rows))
-        inner: Any = self.inner
+        inner = self._module
         with NativeMathMode(pool):
-            *keys, value = inner.kv_proj(found[None])[0].chunk(int(inner.hc_mult) + 1, dim=-1)
+            *keys, value = inner.kv_proj(found[None])[0].chunk(inner.hc_mult + 1, dim=-1)
             parts = []
             for stream, key, q_weight, k_weight in zip(
                 streams[0].unbind(1), keys, inner.q_weight, inner.k_weight, strict=True
             ):
-                query = cpu.rms_norm(stream.contiguous(), q_weight, float(inner.norm_eps), pool)
-                key = cpu.rms_norm(key.contiguous(), k_weight, float(inner.norm_eps), pool)
+                query = cpu.rms_norm(stream.contiguous(), q_weight, inner.norm_eps, pool)
+                key = cpu.rms_norm(key.contiguous(), k_weight, inner.norm_eps, pool)
                 score = (query * key).sum(dim=-1, keepdim=True) / math.sqrt(query.shape[-1])
                 gate = torch.sigmoid(score.abs().clamp_min(_LEAST).sqrt().copysign(score))
                 parts.append(stream + gate * value)

@@ -20,9 +20,9 @@ products. Nothing is rounded here, as with DeepSeek-V4.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,9 @@ from ktransformers.operators.attention.pools import PoolStep, pooled_by_gates
 from ktransformers.operators.attention.shared_entries import SharedEntries, Windows
 from ktransformers.operators.attention.topk_positions import TopkPositions
 from ktransformers.operators.context import ForwardContext
+
+if TYPE_CHECKING:
+    from ktransformers.models.deepseek_v41.modeling import DeepseekV41Attention, DeepseekV41Indexer
 
 __all__ = ["KSharedCompressedAttention"]
 
@@ -70,18 +73,27 @@ class KSharedCompressedAttention(KCompressedAttention):
         *("compressor", "indexer", "kv_source", "compress_rate", "has_candidates", "num_kept"),
     )
 
+    @property
+    def _module(self) -> DeepseekV41Attention:
+        return cast("DeepseekV41Attention", self.inner)
+
+    @property
+    def _chooser(self) -> DeepseekV41Indexer:
+        """The module's indexer, of a layer that has one."""
+        indexer = self._module.indexer
+        assert indexer is not None, f"{self.key} chooses no entries"
+        return indexer
+
     @override
-    def _take_parts(self, inner: Any) -> int:
+    def _take_parts(self) -> int:
+        inner = self._module
         if self.device.is_gpu:
             raise UnsupportedError(
                 f"{self.key}: attention over entries that layers share runs on the CPU; place it there"
             )
-        self._source: int | None = inner.kv_source
-        self._rate = int(inner.compress_rate)
-        width = self.head_dim
-        if inner.compressor is not None:
-            width = _Columns.of(self.head_dim, self._rate, int(inner.indexer.head_dim)).index.stop
-        return width + int(inner.num_kept)
+        self._source, self._rate = inner.kv_source, inner.compress_rate
+        width = self.head_dim if inner.compressor is None else self._columns().index.stop
+        return width + inner.num_kept
 
     @override
     def op(self, phase: Phase) -> str:
@@ -89,7 +101,7 @@ class KSharedCompressedAttention(KCompressedAttention):
 
     @override
     def bypassed(self) -> Iterable[nn.Module]:
-        inner: Any = self.inner
+        inner = self._module
         return (inner, *(part for part in (inner.o_a_proj, inner.compressor, inner.indexer) if part is not None))
 
     @override
@@ -97,14 +109,15 @@ class KSharedCompressedAttention(KCompressedAttention):
         self,
         hidden_states: Tensor,
         shared: SharedEntries | None = None,
-        position_embeddings: Any = None,
+        position_embeddings: Mapping[str, Angles] | None = None,
         forward_context: ForwardContext | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Tensor, SharedEntries | None]:
         if forward_context is None:
             raise UnsupportedError("attention over shared entries runs inside the engine only: it needs a context")
         assert self._o_a is not None, f"{self.key} is not loaded"
-        inner: Any = self.inner
+        assert position_embeddings is not None, "the model has made angles"
+        inner = self._module
         rows, pool = StepRows.of(forward_context), self.config.require_pool()
         cos, sin = (part[0] for part in position_embeddings[inner.rope_layer_type])
         cached = forward_context.cache.layer(self.layer_idx)[0][:, 0]
@@ -121,7 +134,7 @@ class KSharedCompressedAttention(KCompressedAttention):
         assert seen is not None, f"{self.key} is behind a layer that chooses entries"
         keys = seen.with_window(cached[:, : self.head_dim])
         sinks = inner.sinks.detach()
-        call = AttentionCall(query.contiguous(), keys, keys, seen.table.pages, float(inner.scaling), sinks=sinks)
+        call = AttentionCall(query.contiguous(), keys, keys, seen.table.pages, inner.scaling, sinks=sinks)
         out = turned(cpu.attention(call, pool), cos, -sin)
         merged = cpu.batched_linear(out.view(-1, self._o_a_shape[0], self._o_a_shape[2]), self._o_a, pool)
         return inner.o_b_proj(merged.view(1, len(merged), -1)), shared
@@ -132,15 +145,15 @@ class KSharedCompressedAttention(KCompressedAttention):
         return SharedEntries.of(keys, None, None, windows, None)
 
     def _columns(self) -> _Columns:
-        return _Columns.of(self.head_dim, self._rate, int(self.inner.get_submodule("indexer").head_dim))  # type: ignore[arg-type]
+        return _Columns.of(self.head_dim, self._rate, self._chooser.head_dim)
 
     def _compress(self, rows: StepRows, hidden_states: Tensor, cached: Tensor) -> None:
         """Write the entries that end with rows of this step, and their keys."""
-        inner: Any = self.inner
-        compressor, indexer, columns = inner.compressor, inner.indexer, self._columns()
+        compressor, indexer, columns = self._module.compressor, self._chooser, self._columns()
+        assert compressor is not None, f"{self.key} makes no entries"
         slots, last = rows.context.slot_mapping, torch.arange(len(rows.positions))
         projected = compressor.kv_proj(hidden_states)[0]
-        if self._rate > 1:
+        if compressor.gate_proj is not None:
             cached[slots, columns.parts] = torch.cat((projected, compressor.gate_proj(hidden_states)[0]), dim=-1)
             last = ((rows.positions + 1) % self._rate == 0).nonzero()[:, 0]
             if not len(last):
@@ -153,7 +166,7 @@ class KSharedCompressedAttention(KCompressedAttention):
         latent = compressor.kv_norm(projected)
         cos, sin = (
             part[0]
-            for part in compressor.rotary_emb(latent, position_ids=start[None], layer_type=inner.rope_layer_type)
+            for part in compressor.rotary_emb(latent, position_ids=start[None], layer_type=self._module.rope_layer_type)
         )
         keys = indexer.k_norm(indexer.k_proj(latent))
         cached[slots[last], columns.entry] = turned(latent.clone()[:, None], cos, sin)[:, 0]
@@ -163,7 +176,7 @@ class KSharedCompressedAttention(KCompressedAttention):
         self, rows: StepRows, hidden_states: Tensor, residual: Tensor, angles: Angles, shared: SharedEntries | None
     ) -> SharedEntries:
         """Choose entries for this layer and those behind it."""
-        indexer: Any = self.inner.get_submodule("indexer")
+        indexer = self._chooser
         assert self._source is not None, "a layer that chooses entries reads some"
         context, columns = rows.context, self._columns()
         cached = context.cache.layer(self._source)[0][:, 0]
@@ -173,14 +186,14 @@ class KSharedCompressedAttention(KCompressedAttention):
             return SharedEntries.of(entries, None, None, windows, None)
         query = turned(indexer.q_b_proj(residual).view(-1, indexer.num_heads, indexer.head_dim), *angles).contiguous()
         weights = (indexer.weights_proj(hidden_states)[0] * indexer.num_heads**-0.5).contiguous()
-        inside = shared.candidates if shared is not None and bool(self.inner.has_candidates) else None
+        inside = shared.candidates if shared is not None and self._module.has_candidates else None
         pages, most = (step.pages, step.most) if inside is None else (inside.pages, inside.slots.shape[1])
-        num_chosen = min(int(indexer.index_topk), most)
+        num_chosen = min(indexer.index_topk, most)
         call = TopkCall(query, weights, cached[:, columns.index], pages, indexer.head_dim**-0.5, num_chosen)
         chosen = self._best(call)
         candidates = None if shared is None else shared.candidates
         if indexer.num_blocks:
-            candidates = self._candidates(call, step, int(indexer.num_blocks), int(indexer.block_size))
+            candidates = self._candidates(call, step, indexer.num_blocks, indexer.block_size)
         return SharedEntries.of(entries, step, chosen, windows, candidates)
 
     def _candidates(self, call: TopkCall, step: PoolStep, num_blocks: int, size: int) -> TopkPositions | None:

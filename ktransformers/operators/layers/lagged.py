@@ -10,7 +10,7 @@ The native kernel for DeepSeek-V4's connections computes post and comb; pre is a
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from ktransformers.operators.base import OperatorConfig, Placement
 from ktransformers.operators.exact import NativeMathMode
 from ktransformers.operators.wrapper import DenseState, WrapperOperator
 from ktransformers.weights.source import WeightSource
+
+if TYPE_CHECKING:
+    from ktransformers.models.deepseek_v41.modeling import DeepseekV41Connection
 
 __all__ = ["KLaggedConnection"]
 
@@ -41,14 +44,16 @@ class KLaggedConnection(WrapperOperator):
             raise UnsupportedError(f"KLaggedConnection cannot replace {key} ({type(module).__name__}): no {missing[0]}")
         if self.device.is_gpu:
             raise UnsupportedError(f"{key}: connections that lag run on the CPU; place it there")
-        inner: Any = module
-        self.spec = HyperSpec(
-            int(inner.hc_mult), int(inner.hc_sinkhorn_iters), float(inner.hc_eps), float(inner.norm_eps)
-        )
+        inner = self._module
+        self.spec = HyperSpec(inner.hc_mult, inner.hc_sinkhorn_iters, inner.hc_eps, inner.norm_eps)
         if not 1 <= self.spec.streams <= cpu.MAX_STREAMS:
             raise UnsupportedError(f"{key} has {self.spec.streams} streams; up to {cpu.MAX_STREAMS} are supported")
         self._pre: RawTensor | None = None  # [N, N H], the rows of fn that give pre
         self._ones = torch.empty(0)
+
+    @property
+    def _module(self) -> DeepseekV41Connection:
+        return cast("DeepseekV41Connection", self.inner)
 
     @override
     def op(self, phase: Phase) -> str:
@@ -73,7 +78,7 @@ class KLaggedConnection(WrapperOperator):
     @override
     def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         assert self._pre is not None, f"{self.key} is not loaded"
-        inner: Any = self.inner
+        inner = self._module
         pool, rows, num = self.config.require_pool(), streams[0].contiguous(), self.spec.streams
         post, comb, _ = cpu.collapse_streams(rows, inner.fn, inner.base, inner.scale, self.spec, pool)
         normed = cpu.rms_norm(rows.flatten(1), self._ones, self.spec.norm_eps, pool)
