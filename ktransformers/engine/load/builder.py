@@ -16,6 +16,7 @@ from ktransformers.core import Progress
 from ktransformers.engine.damage.scan import DamageScan
 from ktransformers.engine.drafting.draft_model import DraftModelForward
 from ktransformers.engine.drafting.drafter import DraftForward, DraftLimits, ModelDrafter
+from ktransformers.engine.drafting.dspark import DsparkForward
 from ktransformers.engine.drafting.mtp import MtpForward
 from ktransformers.engine.drafting.mtp_layers import MtpLayers
 from ktransformers.engine.load.loaded import Engine, LoadedModel, LoadedPart
@@ -33,6 +34,7 @@ from ktransformers.engine.media.family import PictureFamily
 from ktransformers.engine.media.features import PictureEncoder
 from ktransformers.engine.media.towers import load_tower
 from ktransformers.engine.model.assistant import lenders_of
+from ktransformers.engine.model.dspark import DsparkInput
 from ktransformers.engine.model.hot_file import HotFile
 from ktransformers.engine.model.mtp import MtpInput
 from ktransformers.engine.model.opened import OpenedModel, open_model
@@ -139,6 +141,7 @@ def build_engine(
         expert_files=built.expert_files,
         ranks=ranks,
         why_drafts_eager=built.why_drafts_eager,
+        drafts_in_block=built.draft is not None and _is_dspark(built.draft.opened),
     )
 
 
@@ -194,6 +197,10 @@ def _load_tower(built: CapturedModel) -> PictureEncoder | None:
     return encoder
 
 
+def _is_dspark(draft: OpenedModel) -> bool:
+    return isinstance(draft.model.get_input_embeddings(), DsparkInput)
+
+
 def _load_drafter(
     draft: PlannedDraft, target: CapturedModel, progress: Progress | None
 ) -> tuple[ModelDrafter, list[CapturedModel]]:
@@ -238,6 +245,9 @@ def _load_draft(
     runner = ModelRunner(built.forward, built.decode)
     longest = draft.opened.facts.longest_sequence(target.cache.num_slots)
     limits = DraftLimits(built.config.chunk_size, longest, target.model.vocab_size)
+    if isinstance(entry, DsparkInput):
+        passes, num_pages = (built.forward, target.forward), target.cache.num_pages
+        return DsparkForward(runner, built.cache, limits, entry, *passes, num_pages), built
     if isinstance(entry, MtpInput):
         passes, is_fixed = (built.forward, target.forward), draft.opened.facts.is_borrowing
         made = MtpForward(runner, built.cache, limits, entry, *passes, is_fixed=is_fixed, number=number)

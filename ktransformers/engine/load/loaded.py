@@ -78,8 +78,8 @@ class LoadedModel:
 @dataclass(slots=True)
 class Engine(LoadedModel):
     """A model that runs the scheduler's steps, for one sequence or for many. why_drafts_eager: why steps with draft
-    tokens run without CUDA graphs on GPUs; None: they have some, or nothing is on a GPU. expert_files: what experts are
-    read from while the model runs; None: all are in memory."""
+    tokens run without CUDA graphs on GPUs; None: they have some, or nothing is on a GPU. drafts_in_block: see
+    SchedulerConfig. expert_files: what experts are read from while the model runs; None: all are in memory."""
 
     facts: ModelFacts
     executor: PagedExecutor
@@ -91,6 +91,7 @@ class Engine(LoadedModel):
     expert_files: ExpertFiles | None = None
     ranks: Ranks = field(default_factory=Alone)
     why_drafts_eager: str | None = None
+    drafts_in_block: bool = False
 
     @property
     def scheduler_config(self) -> SchedulerConfig:
@@ -102,6 +103,7 @@ class Engine(LoadedModel):
             tiers=self.tiers,
             max_drafts=self.max_drafts,
             drafter=self.drafter,
+            drafts_in_block=self.drafts_in_block,
             picture_sight=self.picture_sight,
             long_chunk_size=self.long_chunk_size,
             long_prompt=self.hot.long_steps.least_tokens,

@@ -22,6 +22,7 @@ from ktransformers.core import Progress
 from ktransformers.engine.load.arrange import arrange_layers, pass_context_to_recurrent
 from ktransformers.engine.load.graphs import choose_graphs
 from ktransformers.engine.load.warmup import WarmupShapes
+from ktransformers.engine.model.dspark import DsparkInput
 from ktransformers.engine.model.fingerprint import Identified, identify
 from ktransformers.engine.model.hot_file import HotFile
 from ktransformers.engine.model.mtp import MtpInput
@@ -39,7 +40,7 @@ from ktransformers.engine.step.decode import DecodeSteps
 from ktransformers.engine.step.expert_streaming import open_prefills
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.fused_decode import find_fused_decode
-from ktransformers.engine.step.hidden import LastHiddenHook
+from ktransformers.engine.step.hidden import LastHiddenHook, LayersHiddenHook
 from ktransformers.engine.step.hot import HotService, open_hot
 from ktransformers.engine.step.layout import (
     StepLayout,
@@ -143,12 +144,16 @@ class LoadedWeights:
     def longest(self) -> int:
         return self.planned_part.longest
 
-    @property
-    def drafts_of_hidden_states(self) -> bool:
-        """Whether the model drafts from hidden states, or one drafts from its own."""
-        draft = self.opened.draft
-        is_taken = draft is not None and isinstance(draft.model.get_input_embeddings(), MtpInput)
-        return self.layout.mtp is not None or is_taken
+    def hidden_hook(self) -> LastHiddenHook | None:
+        """Return what keeps hidden states, where the model drafts from them, or one drafts from its own."""
+        opened, mtp = self.opened, self.layout.mtp
+        entry = None if opened.draft is None else opened.draft.model.get_input_embeddings()
+        if isinstance(entry, DsparkInput):
+            return LayersHiddenHook(opened.model, entry.facts.target_layers)
+        if isinstance(mtp, DsparkInput) or (mtp is None and not isinstance(entry, MtpInput)):
+            return None
+        module, is_behind = mtp_family(opened.facts.model_type).hidden_states_at
+        return LastHiddenHook(opened.model, module, is_normed=is_behind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,9 +280,7 @@ def arrange_model(loaded: LoadedWeights, lenders: Lenders | None = None) -> Arra
     forward.block_rows = planned.chunk_size if loaded.hot.long_steps.rows else 0
     if loaded.layout.is_cpu and opened.config.pipeline == 1:
         forward.short = find_fused_decode(opened.model, planned.shapes, pool, loaded.longest)
-    if loaded.drafts_of_hidden_states:
-        module, is_behind = mtp_family(opened.facts.model_type).hidden_states_at
-        forward.last_hidden = LastHiddenHook(opened.model, module, is_normed=is_behind)
+    forward.last_hidden = loaded.hidden_hook()
     return ArrangedModel(loaded, cache, identified, forward)
 
 

@@ -23,6 +23,7 @@ from ktransformers.engine.model.assistant import (
 from ktransformers.engine.model.card import ModelCard, card_of
 from ktransformers.engine.model.config_checks import check_layers, check_parameters
 from ktransformers.engine.model.draft_model import check_same_tokens, draft_config, mtp_layer_config
+from ktransformers.engine.model.dspark import build_dspark, dspark_names
 from ktransformers.engine.model.file_layouts import note_layout
 from ktransformers.engine.model.mtp import build_mtp
 from ktransformers.engine.model.mtp_file import joined_with_layers, settle_drafter
@@ -41,6 +42,7 @@ from ktransformers.media.torchvision import prepare_torchvision
 from ktransformers.models.assistant_config import GGUF_ARCH, assistant_config, config_of_assistant, is_assistant
 from ktransformers.models.composite import take_text_config, text_config_of
 from ktransformers.models.config_fields import token_ids
+from ktransformers.models.dspark_config import DsparkFacts, dspark_config, has_dspark
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf.config import FACTOR_TENSORS, config_from_gguf
 from ktransformers.models.gguf.sampling import sampling_defaults
@@ -170,9 +172,11 @@ def open_model(config: EngineConfig, target: OpenedModel | None = None) -> Opene
     )
     if config.drafter == "draft":
         return replace(opened, draft=_open_draft(opened))
-    if config.drafter == "mtp":
-        opened = replace(opened, draft=_open_mtp(opened if layers is None else _with_layers(opened, layers), stored))
-    return opened
+    if config.drafter != "mtp":
+        return opened
+    if stored is not None and has_dspark(stored.tensors):
+        return _with_dspark(opened, stored)
+    return replace(opened, draft=_open_mtp(opened if layers is None else _with_layers(opened, layers), stored))
 
 
 def _with_layers(opened: OpenedModel, layers: GGUFModel) -> OpenedModel:
@@ -196,8 +200,8 @@ def _open_mtp(target: OpenedModel, stored: SafetensorsModel | None) -> OpenedMod
     why_not = mtp_family(target.facts.model_type).why_not
     if why_not is not None or not found:
         held = f"one that is not run: {why_not}" if why_not else "none, or one of a kind that is not known here"
-        if any(".markov_head." in name for name in (gguf or stored).tensors):  # type: ignore[union-attr]
-            held = "DSpark's, which draft a block of tokens at once, each corrected by the one before it: not run here"
+        if gguf is not None and has_dspark(gguf.tensors):
+            held = "DSpark's, which are read from safetensors alone"
         beside = "" if gguf is None or why_not else ", and no mtp-*.gguf is beside them"
         raise UnsupportedError(
             f"--speculative mtp: of layers for multi-token prediction, the files of this model "
@@ -227,6 +231,26 @@ def _open_mtp_layer(target: OpenedModel, stored: SafetensorsModel | None, names:
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         source = SafetensorsSource(renamed_tensors(stored, names.names), facts, shapes)
     return replace(target, config=config, hf_config=model.config, facts=facts, gguf=gguf, model=model, source=source)
+
+
+def _with_dspark(target: OpenedModel, stored: SafetensorsModel) -> OpenedModel:
+    """The target with its DSpark head, which drafts as many tokens as it can at most. Raises UnsupportedError where it
+    is of another family than DeepSeek-V4, ConfigError for numbers that no such head has."""
+    if target.facts.model_type != "deepseek_v4":
+        raise UnsupportedError(
+            f"--speculative mtp: the files hold a DSpark head, of which that of DeepSeek-V4 is known, and the model's "
+            f"type is {target.facts.model_type}; take --speculative ngram, or --draft_model"
+        )
+    found = DsparkFacts.of(target.hf_config, [name for name in stored.tensors if name in dspark_names([name])])
+    most = min(target.config.speculative_tokens, found.block_size)
+    target = replace(target, config=replace(target.config, speculative_tokens=most))
+    config, hf_config = mtp_layer_config(target.config), dspark_config(target.hf_config, found)
+    facts = _facts_of(hf_config, config.trust_remote_code)
+    model = build_dspark(hf_config, found, config.trust_remote_code)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    source = SafetensorsSource(renamed_tensors(stored, dspark_names(stored.tensors)), facts, shapes)
+    draft = replace(target, config=config, hf_config=model.config, facts=facts, model=model, source=source)
+    return replace(target, draft=draft)
 
 
 def _open_assistant(

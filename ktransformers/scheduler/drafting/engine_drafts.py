@@ -6,10 +6,10 @@ how many to ask for; the tokens come with the results, as far as they were accep
 Where the last tokens stood before in the text, what followed there may be likelier than what a model finds, and costs
 nothing: then that is the draft.
 
-Each further token of a step's longest draft takes the engine a step of its own. Nothing is learnt of drafts that are
-not run, so that a few always are, though they did not pay. An MTP layer has to be kept up to date besides, which costs
-all steps and prompts something, and nothing where it does not draft: its share of each step with draft tokens counts as
-theirs.
+Each further token of a step's longest draft takes the engine a step of its own, but where one pass makes a block of
+them (DSpark): that takes as long for one as for all. Nothing is learnt of drafts that are not run, so that a few
+always are, though they did not pay. An MTP layer has to be kept up to date besides, which costs all steps and prompts
+something, and nothing where it does not draft: its share of each step with draft tokens counts as theirs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class DrafterHistory:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.rates = AcceptanceRates(_MAX_STREAK, max(config.max_drafts - 1, 1))
-        self._is_layer = config.drafter == "mtp"  # another drafter is shown all steps, whether it drafts or not
+        self._is_block = config.drafts_in_block
+        # Another drafter is shown all steps, whether it drafts or not; so is a block's, to which that costs little.
+        self._is_layer = config.drafter == "mtp" and not self._is_block
         self._draft_cost, self._observe_cost = DraftCost(), ObserveCost()
         self._probe, self._is_probing = _PROBE, False
         self._num_undrafted = 0  # steps since it last drafted
@@ -61,7 +63,7 @@ class DrafterHistory:
 
     def add_drafts(self, longest: int, seconds: float) -> None:
         """Note what finding the draft tokens of a step took, which is counted, and how many the longest draft has."""
-        is_behind = self._num_undrafted > 1
+        is_behind, longest = self._num_undrafted > 1, 1 if self._is_block else longest
         if seconds > 0:
             self._draft_cost.add(longest, seconds, is_behind=is_behind)
         if is_behind:  # it ran what had waited, too
@@ -94,12 +96,15 @@ class DrafterHistory:
 
     @property
     def token_seconds(self) -> float:
-        """What one more token of a step's longest draft takes."""
-        return self._draft_cost.seconds
+        """What one more token of a step's longest draft takes: nothing where one pass makes them all."""
+        return 0.0 if self._is_block else self._draft_cost.seconds
 
     @property
     def step_seconds(self) -> float:
-        """What keeping the drafter up to date takes for each step with draft tokens."""
+        """What each step with draft tokens takes, however many: keeping the drafter up to date, or the pass that makes
+        them all."""
+        if self._is_block:
+            return self._draft_cost.seconds
         return self._observe_cost.seconds if self._is_layer else 0.0
 
 
