@@ -51,6 +51,10 @@ class DsparkFacts:
     target_layers: tuple[int, ...]
     rank: int
 
+    def num_spare_pages(self, page_size: int) -> int:
+        """Return the pages of a cache that a block may reach behind those of its sequence."""
+        return -(-self.block_size // page_size)
+
     @classmethod
     def of(cls, config: PretrainedConfig, stored: Iterable[str]) -> DsparkFacts:
         """Read them from a model's config and the names of its tensors. Raises ConfigError for numbers that are missing

@@ -10,7 +10,7 @@ all see up to p + B, by a window of W + B positions, whatever position they are 
 overwritten when its tokens are known.
 
 A block may end behind the sequence's pages, which end with the draft tokens that were asked for: pages that no sequence
-has stand there (`DsparkInput.num_spare_pages`).
+has stand there (`DsparkFacts.num_spare_pages`).
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def build_engine(
         expert_files=built.expert_files,
         ranks=ranks,
         why_drafts_eager=built.why_drafts_eager,
-        drafts_in_block=built.draft is not None and _is_dspark(built.draft.opened),
+        drafts_in_block=built.draft is not None and built.draft.opened.dspark is not None,
     )
 
 
@@ -195,10 +195,6 @@ def _load_tower(built: CapturedModel) -> PictureEncoder | None:
         encoder = TowerEncoder(load_tower(built.tower.opened, built.tower.place), family, folder, built.forward.pool)
         undo.pop_all()
     return encoder
-
-
-def _is_dspark(draft: OpenedModel) -> bool:
-    return isinstance(draft.model.get_input_embeddings(), DsparkInput)
 
 
 def _load_drafter(

@@ -22,7 +22,6 @@ from ktransformers.core import Progress
 from ktransformers.engine.load.arrange import arrange_layers, pass_context_to_recurrent
 from ktransformers.engine.load.graphs import choose_graphs
 from ktransformers.engine.load.warmup import WarmupShapes
-from ktransformers.engine.model.dspark import DsparkInput
 from ktransformers.engine.model.fingerprint import Identified, identify
 from ktransformers.engine.model.hot_file import HotFile
 from ktransformers.engine.model.mtp import MtpInput
@@ -146,11 +145,11 @@ class LoadedWeights:
 
     def hidden_hook(self) -> LastHiddenHook | None:
         """Return what keeps hidden states, where the model drafts from them, or one drafts from its own."""
-        opened, mtp = self.opened, self.layout.mtp
-        entry = None if opened.draft is None else opened.draft.model.get_input_embeddings()
-        if isinstance(entry, DsparkInput):
-            return LayersHiddenHook(opened.model, entry.facts.target_layers)
-        if isinstance(mtp, DsparkInput) or (mtp is None and not isinstance(entry, MtpInput)):
+        opened, draft = self.opened, self.opened.draft
+        if draft is not None and draft.dspark is not None:
+            return LayersHiddenHook(opened.model, draft.dspark.target_layers)
+        is_taken = draft is not None and isinstance(draft.model.get_input_embeddings(), MtpInput)
+        if opened.dspark is not None or not (self.layout.mtp is not None or is_taken):
             return None
         module, is_behind = mtp_family(opened.facts.model_type).hidden_states_at
         return LastHiddenHook(opened.model, module, is_normed=is_behind)

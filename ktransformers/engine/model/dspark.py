@@ -64,10 +64,6 @@ class DsparkInput(MtpInput):
         super().__init__(layer, hidden_size, (_PROJECTION, _NORM, _TABLE, _MARKOV))
         self.facts = facts
 
-    def num_spare_pages(self, page_size: int) -> int:
-        """Return the pages that a block may reach behind those of its sequence."""
-        return -(-self.facts.block_size // page_size)
-
     def context(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return what keys are made of, [1, T, H], of the target's hidden states [T, layers H] where the head is."""
         parts: Any = self

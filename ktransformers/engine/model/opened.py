@@ -106,7 +106,8 @@ class OpenedModel:
     shares: what of its modules' results are shares of sums, where it is one process's part of a model that is cut.
     hf_config: for transformers' own modules; everything else asks `facts`. stored: bytes in the files by type.
     has_head: whether the files say what follows a text; without, the model makes embeddings only. draft: the model that
-    drafts for this one, None without. tower: of its pictures; None where none come, or it has none.
+    drafts for this one, None without. dspark: of a model that is a DSpark head; None of others. tower: of its pictures;
+    None where none come, or it has none.
     """
 
     config: EngineConfig
@@ -121,6 +122,7 @@ class OpenedModel:
     partial_sums: PartialSums | None = None
     has_head: bool = True
     draft: OpenedModel | None = None
+    dspark: DsparkFacts | None = None
     tower: OpenedTower | None = None
 
 
@@ -200,8 +202,8 @@ def _open_mtp(target: OpenedModel, stored: SafetensorsModel | None) -> OpenedMod
     why_not = mtp_family(target.facts.model_type).why_not
     if why_not is not None or not found:
         held = f"one that is not run: {why_not}" if why_not else "none, or one of a kind that is not known here"
-        if gguf is not None and has_dspark(gguf.tensors):
-            held = "DSpark's, which are read from safetensors alone"
+        if gguf is not None and any("markov" in name for name in gguf.tensors):
+            held = "a DSpark head, which is read from safetensors alone"
         beside = "" if gguf is None or why_not else ", and no mtp-*.gguf is beside them"
         raise UnsupportedError(
             f"--speculative mtp: of layers for multi-token prediction, the files of this model "
@@ -241,15 +243,18 @@ def _with_dspark(target: OpenedModel, stored: SafetensorsModel) -> OpenedModel:
             f"--speculative mtp: the files hold a DSpark head, of which that of DeepSeek-V4 is known, and the model's "
             f"type is {target.facts.model_type}; take --speculative ngram, or --draft_model"
         )
-    found = DsparkFacts.of(target.hf_config, [name for name in stored.tensors if name in dspark_names([name])])
+    names = dspark_names(stored.tensors)
+    found = DsparkFacts.of(target.hf_config, names)
     most = min(target.config.speculative_tokens, found.block_size)
     target = replace(target, config=replace(target.config, speculative_tokens=most))
     config, hf_config = mtp_layer_config(target.config), dspark_config(target.hf_config, found)
     facts = _facts_of(hf_config, config.trust_remote_code)
     model = build_dspark(hf_config, found, config.trust_remote_code)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    source = SafetensorsSource(renamed_tensors(stored, dspark_names(stored.tensors)), facts, shapes)
-    draft = replace(target, config=config, hf_config=model.config, facts=facts, model=model, source=source)
+    source = SafetensorsSource(renamed_tensors(stored, names), facts, shapes)
+    draft = replace(
+        target, config=config, hf_config=model.config, facts=facts, model=model, source=source, dspark=found
+    )
     return replace(target, draft=draft)
 
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from ktransformers.cache.paged import LayerShape, PagedCache, state_shapes
 from ktransformers.cache.state import StateCache
 from ktransformers.config import hot_slots
-from ktransformers.engine.model.dspark import DsparkInput
 from ktransformers.engine.model.fingerprint import ModelDigests
 from ktransformers.engine.model.hot_file import HotFile
 from ktransformers.engine.model.opened import OpenedModel
@@ -286,15 +285,13 @@ class Planner:
         in slots of their own where RAM has no room for all."""
         config = replace(draft.config, cache_lens=target.num_slots, chunk_size=target.chunk_size)
         size = self.cache_plan.page_size(target.shapes)
-        batch, is_layer = self.cache_plan.max_batch_size, self.opened.config.draft_model is None
-        spare, entry = 0, draft.model.get_input_embeddings()
-        if isinstance(entry, DsparkInput):
-            spare, is_layer = batch * entry.num_spare_pages(size), False
+        batch = self.cache_plan.max_batch_size
+        spare = 0 if draft.dspark is None else batch * draft.dspark.num_spare_pages(size)
         cache_plan = CachePlan(batch, size, slots=target.num_slots + spare * size)
         planner = Planner(replace(draft, config=config), None, cache_plan, is_draft=True, _rules=self._draft_rules)
         if self.expert_files is None:
             return self._draft_on(planner, target, hardware)
-        if is_layer:  # its own layer for multi-token prediction
+        if self.opened.config.draft_model is None and draft.dspark is None:  # its own layer for multi-token prediction
             files = self.expert_files.of_mtp_layer(self.opened.facts.num_layers)
             try:
                 return self._draft_on(replace(planner, expert_files=files), target, hardware)

@@ -16,21 +16,24 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from tests.support.models.fp8_models import BLOCK, published_matrix, published_tensors, save_published
+from tests.support.models.fp8_models import published_matrix, published_tensors, save_published
 from tests.support.models.tiny_models import VOCAB_SIZE, tiny_model, write_safetensors
 
 __all__ = ["BLOCK_SIZE", "TARGET_LAYERS", "TinyDspark", "tiny_dspark", "write_dspark"]
 
 BLOCK_SIZE, RANK, NOISE_ID, NUM_LAYERS = 5, 32, VOCAB_SIZE - 1, 3
+_LAST = f"mtp.{NUM_LAYERS - 1}."
 TARGET_LAYERS = [1, 2, 3]
 _KINDS = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"]
 
 
 @dataclass
 class TinyDspark:
-    """main: the model. stored: the head's tensors by their published names, fp32."""
+    """main: the model. layers: a model of the head's decoder layers, its mixer and its norm. stored: all of the head's
+    tensors by their published names, fp32."""
 
     main: PreTrainedModel
+    layers: PreTrainedModel
     stored: dict[str, torch.Tensor]
 
     @torch.no_grad()
@@ -52,7 +55,7 @@ class TinyDspark:
         """Logits [V] of the tokens behind a sequence whose last one the main model has sampled and not computed, each
         behind the likeliest one before."""
         base: Any = self.main.model
-        stored, last = self.stored, f"mtp.{NUM_LAYERS - 1}."
+        stored, last = self.stored, _LAST
         hidden = self.hidden_states(token_ids[:-1])
         context = self._norm(hidden @ stored["mtp.0.main_proj.weight"].T, stored["mtp.0.main_norm.weight"])
         ids = torch.tensor([token_ids[-1]] + [NOISE_ID] * (BLOCK_SIZE - 1))
@@ -148,43 +151,47 @@ def tiny_dspark(hidden: int = 64) -> TinyDspark:
     main = tiny_model("deepseek_v4", 5, layers=len(_KINDS), layer_types=_KINDS, **values)
     own = {"layer_types": _KINDS[:1] * NUM_LAYERS, "mlp_layer_types": ["moe"] * NUM_LAYERS}
     layers = tiny_model("deepseek_v4", 11, layers=NUM_LAYERS, **values, **own)
-    return TinyDspark(main, _published(layers, None, torch.Generator().manual_seed(7)))
+    return TinyDspark(main, layers, _of_layers(layers, None) | _beside_layers(hidden))
 
 
-def _published(
-    layers: PreTrainedModel, block: tuple[int, int] | None, generator: torch.Generator
-) -> dict[str, torch.Tensor]:
+def _of_layers(layers: PreTrainedModel, block: tuple[int, int] | None) -> dict[str, torch.Tensor]:
     """The tensors of a head whose decoder layers, mixer and norm are those of a model."""
-    stored, last, size = dict[str, torch.Tensor](), f"mtp.{NUM_LAYERS - 1}.", int(layers.config.hidden_size)
+    found = dict[str, torch.Tensor]()
     for name, tensor in published_tensors(layers, block).items():
         if name not in ("embed.weight", "head.weight"):
-            stored[f"mtp.{name.removeprefix('layers.')}" if name.startswith("layers.") else last + name] = tensor
+            is_inside = name.startswith("layers.")
+            found[f"mtp.{name.removeprefix('layers.')}" if is_inside else f"{_LAST}{name}"] = tensor
+    return found
+
+
+def _beside_layers(size: int) -> dict[str, torch.Tensor]:
+    generator, width = torch.Generator().manual_seed(7), len(TARGET_LAYERS) * size
 
     def random(*shape: int, scale: float) -> torch.Tensor:
         return torch.randn(*shape, generator=generator) * scale
 
-    width = len(TARGET_LAYERS) * size
-    stored["mtp.0.main_proj.weight"] = random(size, width, scale=width**-0.5)
-    stored["mtp.0.main_norm.weight"] = 1 + random(size, scale=0.1)
-    stored[f"{last}markov_head.markov_w1.weight"] = random(VOCAB_SIZE, RANK, scale=1.0)
-    stored[f"{last}markov_head.markov_w2.weight"] = random(VOCAB_SIZE, RANK, scale=RANK**-0.5)
-    stored[f"{last}confidence_head.proj.weight"] = random(1, size + RANK, scale=0.1)
-    return stored
+    return {
+        "mtp.0.main_proj.weight": random(size, width, scale=width**-0.5),
+        "mtp.0.main_norm.weight": 1 + random(size, scale=0.1),
+        f"{_LAST}markov_head.markov_w1.weight": random(VOCAB_SIZE, RANK, scale=1.0),
+        f"{_LAST}markov_head.markov_w2.weight": random(VOCAB_SIZE, RANK, scale=RANK**-0.5),
+        f"{_LAST}confidence_head.proj.weight": random(1, size + RANK, scale=0.1),
+    }
 
 
 def write_dspark(tiny: TinyDspark, folder: Path, block: tuple[int, int] | None = None) -> Path:
-    """Write both as one checkpoint. block: of scales, in FP8 and FP4, whose numbers the oracle gets, too; None: in
-    fp32."""
+    """Write both as one checkpoint. block: of scales, in FP8 and FP4, whose numbers both get; None: in fp32."""
     write_safetensors(tiny.main, folder)
     path = folder / "config.json"
     numbers = {"block_size": BLOCK_SIZE, "noise_token_id": NOISE_ID, "target_layer_ids": TARGET_LAYERS}
     told = {f"dspark_{name}": value for name, value in {**numbers, "markov_rank": RANK}.items()}
     path.write_text(json.dumps(json.loads(path.read_text()) | told))
-    stored = published_tensors(tiny.main, block) | tiny.stored
+    stored = published_tensors(tiny.main, block)
     if block is None:
-        safetensors.torch.save_file(stored, folder / "model.safetensors", {"format": "pt"})
+        safetensors.torch.save_file(stored | tiny.stored, folder / "model.safetensors", {"format": "pt"})
         return folder
-    name = "mtp.0.main_proj.weight"
-    stored |= published_matrix(name, tiny.stored[name], block or BLOCK)
-    save_published(stored, folder, block)
+    coded, name = _of_layers(tiny.layers, block), "mtp.0.main_proj.weight"
+    coded |= published_matrix(name, tiny.stored[name], block)
+    tiny.stored |= _of_layers(tiny.layers, None)
+    save_published(stored | tiny.stored | coded, folder, block)
     return folder
