@@ -291,7 +291,7 @@ class Planner:
         planner = Planner(replace(draft, config=config), None, cache_plan, is_draft=True, _rules=self._draft_rules)
         if self.expert_files is None:
             return self._draft_on(planner, target, hardware)
-        if self.opened.config.draft_model is None and draft.dspark is None:  # its own layer for multi-token prediction
+        if self.opened.config.draft_model is None:  # its own layer for multi-token prediction
             files = self.expert_files.of_mtp_layer(self.opened.facts.num_layers)
             try:
                 return self._draft_on(replace(planner, expert_files=files), target, hardware)

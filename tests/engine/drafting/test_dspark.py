@@ -24,7 +24,7 @@ from tests.support.engines.drafter_steps import draft_in_every_step
 from tests.support.engines.fake_gpus import fake_hardware
 from tests.support.engines.known_drafts import answers_of, told
 from tests.support.engines.mtp_engines import Watched, check_drafts, check_engine, engine_of, loop_of
-from tests.support.models.dspark import (
+from tests.support.gguf.deepseek4_dspark import (
     BLOCK_SIZE,
     tiny_dspark,
     write_dspark,
@@ -147,6 +147,22 @@ def test_fp4_and_fp8_as_published(tmp_path: Path) -> None:
     plan = plan_model(config)  # every tensor has a place, and they are counted
     stored = sum(tensor.nbytes for name, tensor in draft.source._model.tensors.items())  # type: ignore[attr-defined]
     assert stored < plan.extra_bytes["draft model"]["cpu"] < 1.2 * stored + 2 * plan.extra_bytes["kv cache"]["cpu"]
+
+
+def test_its_experts_are_in_the_models_slots_where_these_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny, prompt = tiny_dspark(), list(range(3, 30))
+    path = write_dspark(tiny, tmp_path)
+    with engine_of(path, speculative_tokens=5, experts_from="disk", experts_ram=1e-6) as engine:
+        watched, loop = Watched(engine, monkeypatch), loop_of(engine)
+        name = loop.add(prompt, greedy(6))
+        loop.drain()
+        assert engine.expert_files is not None
+        scores, num_layers = engine.expert_files.store.scores(), int(tiny.main.config.num_hidden_layers)
+        assert all(scores[num_layers + layer].sum() > 0 for layer in range(3))
+        known = [*prompt, *loop.answers[name].token_ids]
+    assert sum(check_drafts(tiny, known, *seen) for seen in watched.seen) > 6
 
 
 @pytest.mark.exhaustive
