@@ -100,9 +100,9 @@ class DsparkForward:
                 positions = self._device.move(positions)
                 context = context.replicated(device.torch_device for device in self._own.layout.devices)
             made = self._entry.context(hidden)
-            angles = {"main": rotation(made, position_ids=positions[None], layer_type="main")}
+            cos, sin = rotation(made, position_ids=positions[None], layer_type="main")
             for layer in self._layers:
-                layer.keep_keys(made, angles, context)
+                layer.keep_keys(made, (cos[0], sin[0]), context)
 
     def _run_blocks(self, pieces: Sequence[Piece]) -> None:
         """Run the block behind each piece, whose last token begins it."""
@@ -116,7 +116,7 @@ class DsparkForward:
         token_ids = torch.tensor([token for block in blocks for token in block.token_ids])
         batch = ForwardBatch(token_ids, positions, self._seeing_blocks(context, blocks), torch.arange(len(token_ids)))
         logits = self._runner.step(batch)
-        for piece, part in zip(pieces, logits.split(self._block_size), strict=True):
+        for piece, part in zip(pieces, torch.split(logits, self._block_size), strict=True):
             self._logits[piece.run_id] = part.clone()
 
     def _seeing_blocks(self, context: ForwardContext, blocks: Sequence[Piece]) -> ForwardContext:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -66,15 +66,14 @@ class DsparkInput(MtpInput):
 
     def context(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return what keys are made of, [1, T, H], of the target's hidden states [T, layers H] where the head is."""
-        parts: Any = self
-        made: torch.Tensor = parts.main_norm(parts.main_proj(hidden_states[None]))
+        projected = self.get_submodule(_PROJECTION)(hidden_states[None])
+        made: torch.Tensor = self.get_submodule(_NORM)(projected)
         return made
 
     def correction(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return what tokens int64 [N] add to the logits behind them: fp32 [N, V] on the CPU."""
-        parts: Any = self
-        rows = parts.markov_table(token_ids[None])
-        made: torch.Tensor = parts.markov_proj(rows)[0]
+        rows = self.get_submodule(_TABLE)(token_ids[None])
+        made: torch.Tensor = self.get_submodule(_MARKOV)(rows)[0]
         return made.to("cpu", torch.float32)
 
     @override
@@ -85,8 +84,8 @@ class DsparkInput(MtpInput):
 def build_dspark(config: PretrainedConfig, facts: DsparkFacts, trust_remote_code: bool) -> PreTrainedModel:
     """Build the skeleton of a DSpark head, whose embedding and head are placeholders. config: of
     `models.dspark_config`."""
-    model: Any = build_skeleton(config, trust_remote_code)
-    layer, norm, size = model.model.layers[0], model.model.norm, int(config.hidden_size)
+    model, size = build_skeleton(config, trust_remote_code), int(config.hidden_size)
+    layer, norm = model.get_submodule("model.layers.0"), model.get_submodule("model.norm")
     vocab_size = int(config.vocab_size)
     with torch.device("meta"):
         layer.add_module(_PROJECTION, nn.Linear(len(facts.target_layers) * size, size, bias=False))
@@ -94,6 +93,6 @@ def build_dspark(config: PretrainedConfig, facts: DsparkFacts, trust_remote_code
         layer.add_module(_TABLE, nn.Embedding(vocab_size, facts.rank))
         layer.add_module(_MARKOV, nn.Linear(facts.rank, vocab_size, bias=False))
     model.set_input_embeddings(DsparkInput(layer, size, facts))
-    model.lm_head = PassThrough()  # it is the target's own
+    model.add_module("lm_head", PassThrough())  # it is the target's own
     built: PreTrainedModel = model.eval()
     return built

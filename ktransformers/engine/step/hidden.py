@@ -138,7 +138,7 @@ class LayersHiddenHook(LastHiddenHook):
     """Keeps the hidden states behind some layers of each step, side by side in the order of the layers: [T, layers H].
     Of layers with streams [1, T, N, H] their mean (DeepSeek's inference code: `h.mean(dim=2)`)."""
 
-    def __init__(self, model: Any, layers: Sequence[int]):
+    def __init__(self, model: torch.nn.Module, layers: Sequence[int]):
         super().__init__(model, is_normed=False)
         self._layers = tuple(layers)
 
@@ -147,9 +147,11 @@ class LayersHiddenHook(LastHiddenHook):
         """Keep what the layers give while the model's own forward runs."""
         layers, found = getattr(self._base, "inner", self._base).layers, dict[object, torch.Tensor]()
 
-        def run(number: object, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        def run(number: object, forward: Callable[..., object], /, *args: object, **kwargs: object) -> object:
             output = forward(*args, **kwargs)
-            rows: torch.Tensor = (output[0] if isinstance(output, tuple) else output)[0]
+            hidden = output[0] if isinstance(output, tuple) else output
+            assert isinstance(hidden, torch.Tensor), "a layer gives hidden states"
+            rows = hidden[0]
             # Layers behind this one may change their input in place: a mean is a tensor of its own.
             found[number] = rows.mean(dim=1) if rows.dim() == 3 else rows.clone()
             if number == self._layers[-1]:

@@ -273,13 +273,13 @@ class KCompressedAttention(WrapperOperator):
         merged = cpu.batched_linear(out.view(-1, self._o_a_shape[0], self._o_a_shape[2]), self._o_a, pool)
         return inner.o_b_proj(merged.view(1, len(merged), -1)), None
 
-    def keep_keys(self, hidden_states: torch.Tensor, position_embeddings: Any, context: ForwardContext) -> None:
+    def keep_keys(
+        self, hidden_states: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], context: ForwardContext
+    ) -> None:
         """Write the keys of rows [1, T, hidden] and nothing else, of a layer with a window alone: for a drafter whose
-        keys are made of its target's hidden states. position_embeddings: as of `forward`."""
+        keys are made of its target's hidden states. angles: cos and sin [T, P / 2]."""
         assert not self._compressions, f"{self.key} has compressed keys"
-        inner: Any = self.inner
         keys, _ = context.cache.layer(self.layer_idx)
-        angles = tuple(part[0] for part in position_embeddings[inner.rope_layer_type])
         if self._gpu is None:
             self._keep_keys(hidden_states, angles, keys, context)
         else:
@@ -287,10 +287,14 @@ class KCompressedAttention(WrapperOperator):
             self._gpu.keep_keys(self.device.to_device(hidden_states)[0], angles, context.on(keys.device), keys)
 
     def _keep_keys(
-        self, hidden_states: torch.Tensor, angles: tuple[torch.Tensor, ...], keys: torch.Tensor, context: ForwardContext
+        self,
+        hidden_states: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        keys: torch.Tensor,
+        context: ForwardContext,
     ) -> None:
-        inner: Any = self.inner
-        key = inner.kv_norm(inner.kv_proj(hidden_states))[0]
+        inner = self.inner
+        key: torch.Tensor = inner.get_submodule("kv_norm")(inner.get_submodule("kv_proj")(hidden_states))[0]
         keys[context.slot_mapping, 0, : self.head_dim] = turned(key[:, None], *angles)[:, 0]
 
     def _forward_on_gpu(
