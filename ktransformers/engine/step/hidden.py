@@ -155,7 +155,7 @@ class LayersHiddenHook(LastHiddenHook):
             # Layers behind this one may change their input in place: a mean is a tensor of its own.
             found[number] = rows.mean(dim=1) if rows.dim() == 3 else rows.clone()
             if number == self._layers[-1]:
-                self.keep(torch.cat([found[each] for each in self._layers], dim=-1))
+                self.keep(torch.cat([found[each].to(rows.device) for each in self._layers], dim=-1))
             return output
 
         return intercepted([(number, layers[number]) for number in self._layers], run)
