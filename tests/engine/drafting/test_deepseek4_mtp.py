@@ -102,7 +102,7 @@ def test_a_dspark_head_in_a_gguf_is_refused(tmp_path: Path) -> None:
     path = write_deepseek4_gguf(
         tiny_deepseek4_mtp().main,
         tmp_path / "tiny.gguf",
-        prediction={"blk.3.markov_w1.weight": np.ones((160, 8), dtype=np.float32)},
+        prediction={"blk.3.nextn.markov_w1.weight": np.ones((160, 8), dtype=np.float32)},
     )
     with pytest.raises(UnsupportedError, match=r"hold a DSpark head, .*--draft_model"), engine_of(path):
         pass
