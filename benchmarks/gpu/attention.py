@@ -18,9 +18,10 @@ from functools import partial
 from itertools import product
 
 from benchmarks.command import benchmark_parser
+from benchmarks.gpu.attention_case import CheckedAttention
 from benchmarks.gpu.rows import row_figures
 from ktransformers.bench.common.report import Column, FigureTable, Record, Row, print_record
-from ktransformers.bench.gpu.attention_case import MODELS, AttentionCase, AttentionModel, StepShape
+from ktransformers.bench.gpu.attention_case import MODELS, AttentionModel, StepShape
 from ktransformers.bench.gpu.device import Gpu, shown_gpu
 from ktransformers.cli import run_command
 from ktransformers.cli.parsing.options import add_toggle, set_up_logging
@@ -65,7 +66,7 @@ def attention_figure(gpu: Gpu, model: AttentionModel, step: StepShape, is_checke
     """Time of a step, and its error where it is checked."""
     row_bytes = KV_DTYPES[model.kv_type].itemsize * model.kv_heads * (model.dim + model.dim_v)
     sets = min(gpu.copies(step.num_seqs * step.length * row_bytes), 64 if step.rows == 1 else 4)
-    case = AttentionCase(gpu, model, step, sets)
+    case = CheckedAttention(gpu, model, step, sets)
     us = gpu.graph_us([partial(case.call, index) for index in range(sets)])
     return {
         "name": f"{model.shown} {'decode' if step.rows == 1 else 'prefill'}",
@@ -93,7 +94,7 @@ def _candidates(model: AttentionModel, is_decode: bool, default: launch.Tile) ->
 def _tuned(gpu: Gpu, model: AttentionModel, step: StepShape) -> Row:
     """The times of the five fastest tiles and of the built-in one, printed too."""
     sets, is_decode = 4, step.rows == 1
-    case = AttentionCase(gpu, model, step, sets)
+    case = CheckedAttention(gpu, model, step, sets)
     default = (launch.decode_tile if is_decode else launch.prefill_tile)(case.record(0))
     times = {}
     for tile in _candidates(model, is_decode, default):

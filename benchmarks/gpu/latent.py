@@ -142,10 +142,9 @@ class Case:
             for first in range(0, dims.num_heads, heads):
                 part = slice(first, min(first + heads, dims.num_heads))
                 count = part.stop - part.start
-                k, v, k_rot = keys[:count], values[:count], latents[:, dims.rank :]
-                materialized_attention(
-                    self.q[:, part], q_rot[:, part], k, k_rot, v, tiles, self.scale, out[:, part], tile
-                )
+                cached = keys[:count], latents[:, dims.rank :], values[:count]
+                queries = self.q[:, part], q_rot[:, part]
+                materialized_attention(queries, cached, tiles, self.scale, out[:, part], tile)
 
         return call
 

@@ -31,6 +31,7 @@ from ktransformers.kernels.triton.experts.matrices import ExpertMatrices, MoeMat
 from ktransformers.kernels.triton.experts.moe import moe
 from ktransformers.kernels.triton.experts.workspace import MoeWorkspace, block_rows
 from ktransformers.kernels.triton.linear.linear import Workspace, linear
+from ktransformers.kernels.triton.quant.dequant import WeightMatrix
 from ktransformers.kernels.triton.quant.repack import CPU_PACKED_TYPES, GPU_TYPES, GpuLayout, repack
 from ktransformers.kernels.types import OwnType, QuantType, WeightType, row_bytes
 from ktransformers.operators.linear.matrix import gpu_layout
@@ -115,12 +116,12 @@ def _linear_works(
 ) -> Iterator[_Work]:
     n, k = shape
     layout = gpu_layout(qtype, n, k)
-    weights = random_weights(gpu, qtype, n, k)
+    weights = [WeightMatrix(data, qtype, n, k, layout) for data in random_weights(gpu, qtype, n, k)]
     for count in tokens:
         x, out = gpu.randn(count, k), torch.empty(count, n, dtype=BF16, device=gpu.device)
         space = Workspace.allocate(gpu.device, count)
-        calls = [partial(linear, x, w, qtype, n, k, out=out, layout=layout, workspace=space) for w in weights]
-        yield _Work("linear", name, qtype.name, count, calls, weights[0].numel(), 2 * count * n * k)
+        calls = [partial(linear, x, weight, out=out, workspace=space) for weight in weights]
+        yield _Work("linear", name, qtype.name, count, calls, weights[0].data.numel(), 2 * count * n * k)
 
 
 def linear_works(gpu: Gpu, tokens: Sequence[int]) -> Iterator[_Work]:
@@ -134,14 +135,12 @@ def fp8_works(gpu: Gpu, tokens: Sequence[int]) -> Iterator[_Work]:
     """FP8 with block scales."""
     for name, n, k in _FP8S:
         size = n * k + 4 * -(-n // 128) * -(-k // 128)
-        weights = [random_bytes(gpu, size) for _ in range(gpu.copies(size))]
+        copies = [random_bytes(gpu, size) for _ in range(gpu.copies(size))]
+        weights = [WeightMatrix(data, OwnType.F8_E4M3, n, k, GpuLayout.PLANES) for data in copies]
         for count in tokens:
             x, out = gpu.randn(count, k), torch.empty(count, n, dtype=BF16, device=gpu.device)
             space = Workspace.allocate(gpu.device, count)
-            calls = [
-                partial(linear, x, w, OwnType.F8_E4M3, n, k, out=out, layout=GpuLayout.PLANES, workspace=space)
-                for w in weights
-            ]
+            calls = [partial(linear, x, weight, out=out, workspace=space) for weight in weights]
             yield _Work("fp8", name, "e4m3", count, calls, size, 2 * count * n * k)
 
 
@@ -226,7 +225,7 @@ def repack_works(gpu: Gpu, tokens: Sequence[int]) -> Iterator[_Work]:
     for qtype in (Q4, Q6):
         raw = random_bytes(gpu, 16 * 2048 * row_bytes(qtype, 768)).view(16, -1)
         calls = [partial(repack, raw, qtype, 2048, 768)]
-        yield _Work("relay", "16 x 2048 x 768", qtype.name, 0, calls, raw.numel())
+        yield _Work("repack", "16 x 2048 x 768", qtype.name, 0, calls, raw.numel())
 
 
 _WORKS: dict[str, Callable[[Gpu, Sequence[int]], Iterator[_Work]]] = {
@@ -235,7 +234,7 @@ _WORKS: dict[str, Callable[[Gpu, Sequence[int]], Iterator[_Work]]] = {
     "moe": moe_works,
     "types": type_works,
     "align": align_works,
-    "relay": repack_works,
+    "repack": repack_works,
 }
 
 

@@ -26,6 +26,7 @@ from ktransformers.engine.parallel.tensor_parallel.collectives import (
     TorchKernels,
 )
 from ktransformers.engine.parallel.tensor_parallel.group import TensorGroup
+from ktransformers.kernels.triton.quant.dequant import WeightMatrix
 from ktransformers.kernels.triton.quant.repack import GpuLayout, repack
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.device import Device
@@ -86,7 +87,7 @@ def _products(group: TensorGroup, sums: SymmetricCollectives | None, width: int,
     device = Device("cuda:0", torch.device("cuda:0"), torch.bfloat16, is_gpu=True)
     blocks = torch.randint(0, 60, (width * cols // 256 * 144,), dtype=torch.uint8, device="cuda")  # finite scales
     data = repack(blocks, QuantType.Q4_K, width, cols)
-    matrix = QuantizedMatrix(device, data, QuantType.Q4_K, width, cols, GpuLayout.PLANES, None)
+    matrix = QuantizedMatrix(device, WeightMatrix(data, QuantType.Q4_K, width, cols, GpuLayout.PLANES), None)
     x = torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16)
     found = {"alone": _median_us(lambda: [matrix(x, torch.bfloat16) for _ in range(4)], 4) / 1000}
     ways: dict[str, Collectives] = {"nccl": GroupCollectives()}

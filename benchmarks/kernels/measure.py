@@ -15,13 +15,12 @@ from dataclasses import asdict, dataclass
 import torch
 
 from benchmarks.kernels.errors import relative_errors, with_wish
-from benchmarks.peers.base import PeerProcess, is_missing
+from benchmarks.peers.base import PeerProcess, is_missing, mean_time
 from benchmarks.peers.kt_kernel import kt_kernel_peer
 from benchmarks.peers.llama import llama_peer
 from ktransformers.bench.common.machine import machine_facts, shown_machine
 from ktransformers.bench.common.random_weights import random_weight
 from ktransformers.bench.common.report import Column, FigureTable, Record, Row
-from ktransformers.bench.common.timing import mean_time
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool, limits
 from ktransformers.kernels.types import (
     ActivationSpec,
@@ -174,7 +173,7 @@ def _start_peers(work: KernelWork) -> list[PeerProcess]:
     return [start(asdict(work.shape), work.threads, work.seconds) for start in chosen]
 
 
-def _say_errors(name: str, shape: Shape, pool: WorkerPool) -> dict[str, float]:
+def _print_errors(name: str, shape: Shape, pool: WorkerPool) -> dict[str, float]:
     gate, up, down = _projection_types(name)
     errors = relative_errors(
         random_weight(gate, shape.width, shape.hidden),
@@ -235,7 +234,7 @@ def _rows(
             _measure_format(table.rows[-len(work.tokens) :], work.peer_format, children)
         del ours
         if "bf16" in work.others:
-            errors[name] = _say_errors(name, work.shape, pools[0])
+            errors[name] = _print_errors(name, work.shape, pools[0])
     return table.rows, errors
 
 

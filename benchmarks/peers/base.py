@@ -13,10 +13,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["PeerProcess", "answer_questions", "is_missing"]
+__all__ = ["PeerProcess", "answer_questions", "is_missing", "mean_time"]
 
 UNKNOWN = "-"
 _PR_SET_PDEATHSIG = 1
@@ -105,3 +106,14 @@ def answer_questions(answer: Callable[[list[str]], float | None]) -> None:
         print(f"answer {UNKNOWN if figure is None else figure}", flush=True)
     sys.stdout.flush()
     os._exit(0)  # threads of the peer may never end
+
+
+def mean_time(once: Callable[[int], object], seconds: float, warm_ups: int) -> float:
+    """Return the seconds of a call, the mean of those that fit in `seconds` (at least two), which are numbered."""
+    for i in range(warm_ups):
+        once(i)
+    began, count = time.perf_counter(), 0
+    while count < 2 or time.perf_counter() - began < seconds:
+        once(count)
+        count += 1
+    return (time.perf_counter() - began) / count

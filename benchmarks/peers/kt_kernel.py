@@ -9,8 +9,7 @@ import json
 import sys
 from typing import Any
 
-from benchmarks.peers.base import PeerProcess, answer_questions
-from ktransformers.bench.common.timing import mean_time
+from benchmarks.peers.base import PeerProcess, answer_questions, mean_time
 
 __all__ = ["kt_kernel_peer"]
 

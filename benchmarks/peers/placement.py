@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ktransformers.bench.offline.measure import layer_of
 from ktransformers.operators.experts.routed import KTransformersExperts
+from ktransformers.optimize.decode_bound import layer_of
 from ktransformers.optimize.plan import Plan
 
 __all__ = ["cpu_expert_layers"]
@@ -15,4 +15,4 @@ def cpu_expert_layers(plan: Plan) -> list[int] | None:
         return None
     experts = [entry for entry in plan.entries if isinstance(plan.operators.get(entry.key), KTransformersExperts)]
     in_ram = [entry for entry in experts if entry.nbytes.get("cpu", 0) > entry.total_bytes // 2]
-    return sorted(layer for entry in in_ram if (layer := layer_of(entry.key)) is not None)
+    return sorted(layer for entry in in_ram if (layer := layer_of(entry)) >= 0)

@@ -17,9 +17,9 @@ void grouped_tile(const TileArgs& a);
 void fp8_tile(const TileArgs& a);
 void packed_grid_tile(const TileArgs& a, bool has_vbmi);
 
-// Weights in rows, of types that are computed with in re-laid form only. They add to a.acc.
-void relaid_tile(const TileArgs& a);
-void relaid_grouped(const TileArgs& a);
+// Weights in rows, of types that are computed with in packed form only. They add to a.acc.
+void tile_by_blocks(const TileArgs& a);
+void grouped_by_blocks(const TileArgs& a);
 void grid_rows_tile(const TileArgs& a);
 
 // Re-laying 16 rows of k columns.

@@ -1,4 +1,4 @@
-// The table of weight types: one record for each says how large its blocks are, in a file and re-laid, and which
+// The table of weight types: one record for each says how large its blocks are, in a file and packed, and which
 // kernels compute with it. Everything else is derived from it: sizes in ops/, dispatch in kernels/, sets and sizes in
 // Python (bind.cpp exports it). A new type is a record here, and a Kernel and a Dequantizer
 // (kernels/formats/kernel.inl) beside its layout or its arithmetic. Weights in groups: grouped.h.
@@ -9,7 +9,7 @@
 namespace kt {
 
 // ggml's type numbers (ggml.h, enum ggml_type), exported to Python by bind.cpp. F8_E4M3, which ggml does not have, lies
-// outside their range; it exists in re-laid form only (fp8.inl).
+// outside their range; it exists in packed form only (fp8.inl).
 enum class QType : int32_t {
   F32 = 0,
   F16 = 1,
@@ -68,7 +68,7 @@ constexpr int kFp8Block = 128;  // rows and columns of FP8 weights that share a 
 
 // Which files of kernels/ compute with a type.
 enum class Kernels : int32_t {
-  Plain = 0,    // formats/gemm.inl: numbers, in rows. BF16 is re-laid for products of bf16 alone
+  Plain = 0,    // formats/gemm.inl: numbers, in rows. BF16 is packed for products of bf16 alone
   Packed = 1,   // packed/packed.inl, signed.inl, iqk.inl: K-quants, Q8_0, Q4_0; IQ4_XS and ik_llama.cpp's
   Low = 2,      // packed/small.inl, k2k3.inl, ternary.inl: the types of formats/low.inl, and MXFP4
   Grid = 3,     // packed/grid.inl: codes that are looked up in a grid
@@ -87,8 +87,8 @@ struct FormatInfo {
   int bytes;     // bytes in a block of a row
   ActForm form;  // what linear() does to the activations
   Kernels kernels = Kernels::Plain;
-  // A tile of 16 rows, re-laid: a head of `head_bytes` for every `head_cols` columns, padded to 64 bytes, then
-  // `packed_bytes` for every block. 0: the type has no re-laid form.
+  // A tile of 16 rows, packed: a head of `head_bytes` for every `head_cols` columns, padded to 64 bytes, then
+  // `packed_bytes` for every block. 0: the type has no packed form.
   int head_cols = 0, head_bytes = 0, packed_bytes = 0;
   HalvesAt halves = {};
   int row_head = 0;  // bytes in front of a row's blocks: a scale of all of them, fp32 (4) or fp16 (2)

@@ -42,7 +42,7 @@ struct GroupForm {
   constexpr int code_bytes() const { return is_byte() ? size : size / 2; }
   constexpr int block_bytes() const { return head_bytes() + code_bytes(); }
 
-  // Of a re-laid tile of 16 rows: the head, and all of it.
+  // Of a packed tile of 16 rows: the head, and all of it.
   constexpr int64_t tile_head(int64_t cols) const {
     const int64_t bytes = scales == ScaleKind::E4M3 ? 64 + cols : cols / size * 16 * head_bytes();
     return (bytes + 63) / 64 * 64;

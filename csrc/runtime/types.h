@@ -69,7 +69,7 @@ struct TileArgs {
   int64_t first_token;
   int num_tokens;
   float* acc;                           // [num_tokens][16], written
-  const uint8_t* packed = nullptr;      // the re-laid tile (packed.inl), or nullptr: `rows`
+  const uint8_t* packed = nullptr;      // the packed tile (packed.inl), or nullptr: `rows`
   const TokenBlocks* blocks = nullptr;  // the same tokens once more, or nullptr
 };
 
@@ -177,7 +177,7 @@ struct KernelTable {
   int min_block_tokens;  // from here on packed_tiles is faster when it is given `blocks`; 0: never
   void (*quantize_row)(ActForm form, const float* x, int64_t k, int8_t* q, float* d, int16_t* sums);
   void (*tile)(const TileArgs& args);  // args.rows
-  // `count` tiles of re-laid weights, args[i].packed, which share k, tokens and activations; types of one ActForm.
+  // `count` tiles of packed weights, args[i].packed, which share k, tokens and activations; types of one ActForm.
   void (*packed_tiles)(const TileArgs* args, int count);
   void (*pack_tile)(QType type, const uint8_t* const* rows, int64_t k, uint8_t* out);
   // 16 rows of FP8 codes; scales: one per 128 columns.
@@ -218,7 +218,7 @@ struct KernelTable {
   uint64_t (*read_lines)(const uint8_t* p, int64_t bytes);
   int64_t (*multiply_registers)(int64_t rounds, int32_t* out);  // out: 32 numbers, zeros
   int64_t (*multiply_fp32)(int64_t rounds, int32_t* out);       // as multiply_registers
-  // `count` tiles of re-laid weights of any types, which share k, tokens and blocks->bf16 (bf16.inl); nullptr: the tier
+  // `count` tiles of packed weights of any types, which share k, tokens and blocks->bf16 (bf16.inl); nullptr: the tier
   // has no products of bf16.
   void (*bf16_tiles)(const TileArgs* args, int count) = nullptr;
   // out[i * ldo + j] = bf16(x[i * ldx + j]) for i < count, j < width.

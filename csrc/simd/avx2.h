@@ -291,43 +291,12 @@ inline uacc uacc_zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()
 #else
 #include "simd/products_avx2.h"
 #endif
+#include "simd/dot_rows.h"
 
 namespace {
 
 inline vi reduce_rows(const vp* p) { return {reduce8(p), reduce8(p + 8)}; }
 
-// Where row r, column c of a stage of 8 rows lies.
-inline int stage_at(int r, int c) { return r * kFloatCols + c; }
-// s[c * 8 + r] = the 8 sums of w[r] . x[c] for the 8 rows of a stage and C vectors. 4 rows at a time: with 3 vectors
-// that is 12 sums, as many as the registers hold.
-template <int C> inline void dot_rows8(const float* w, const float* const* x, int cols, v8* s) {
-  const int full = cols / 8 * 8;
-  for (int first = 0; first < 8; first += 4) {
-    v8 sum[C][4];
-#pragma GCC unroll 16
-    for (int c = 0; c < C; ++c)
-#pragma GCC unroll 4
-      for (int r = 0; r < 4; ++r) sum[c][r] = zero8();
-    const float* rows = w + stage_at(first, 0);
-    const auto step = [&](int k, const auto& column) {
-      v8 v[C];
-#pragma GCC unroll 16
-      for (int c = 0; c < C; ++c) v[c] = column(c);
-#pragma GCC unroll 4
-      for (int r = 0; r < 4; ++r) {
-        const v8 row = load8(rows + r * kFloatCols + k);
-#pragma GCC unroll 16
-        for (int c = 0; c < C; ++c) sum[c][r] = fma8(row, v[c], sum[c][r]);
-      }
-    };
-    for (int k = 0; k < full; k += 8) step(k, [&](int c) { return load8(x[c] + k); });
-    if (full < cols) step(full, [&](int c) { return load8_n(x[c] + full, cols - full); });
-#pragma GCC unroll 16
-    for (int c = 0; c < C; ++c)
-#pragma GCC unroll 4
-      for (int r = 0; r < 4; ++r) s[c * 8 + first + r] = sum[c][r];
-  }
-}
 // 16 words of 16 rows to dst[word][row]: an F32 column at a time.
 inline void store_columns16(const uint8_t* const* rows, int64_t at, float* dst) {
   const uint8_t* src[16];

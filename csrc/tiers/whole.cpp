@@ -1,4 +1,4 @@
-// A tier that has all kernels, over one SIMD layer; products of re-laid weights are in its parts.
+// A tier that has all kernels, over one SIMD layer; products of packed weights are in its parts.
 #include KT_SIMD
 #include KT_SIMD_BF16
 

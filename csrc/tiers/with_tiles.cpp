@@ -1,4 +1,4 @@
-// A tier that adds to the tier of KT_PARTS tile registers for the products of many tokens with re-laid weights, for
+// A tier that adds to the tier of KT_PARTS tile registers for the products of many tokens with packed weights, for
 // attention, and, in parts/tiles_bf16.cpp, for products of bf16.
 #include KT_SIMD
 #include KT_SIMD_BF16

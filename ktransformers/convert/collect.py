@@ -26,7 +26,7 @@ from ktransformers.errors import ConfigError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.models.gguf.of_config import hf_metadata
 from ktransformers.models.registry import routed_experts
-from ktransformers.operators.attention.rope import settle_rotations
+from ktransformers.operators.attention.rope import resolve_rotations
 from ktransformers.optimize.tied import TiedSource
 from ktransformers.system.cores import usable_cores
 from ktransformers.weights.gguf.names import Change, GGUFNames
@@ -144,7 +144,7 @@ def collect(
     chunks = chunks_of(ids, chunk_size, most_chunks, first)
     plan = plan_model(config, opened)
     reference = build_reference_model(opened.hf_config, config.trust_remote_code)
-    settle_rotations(reference, chunk_size)
+    resolve_rotations(reference, chunk_size)
     pool = WorkerPool(config.cpu_infer or usable_cores())
     collector = Collector(opened)
     weights = StoredWeights(reference, TiedSource(opened.source, plan.tied), plan, pool)

@@ -22,7 +22,7 @@ KvScales: TypeAlias = tuple[Tensor | None, Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class RowPages:
-    """What the rows of a step see of a paged cache, and where that lies.
+    """The part of a paged cache that each row of a step sees, and where it lies.
 
     block_table: int32 [num_seqs, max_pages]; position p of sequence s is in slot
     block_table[s, p // page_size] * page_size + p % page_size. seq_ids: int32 or int64 [T], the row's sequence.

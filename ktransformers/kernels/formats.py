@@ -15,7 +15,7 @@ __all__ = ["FORMATS", "ActForm", "Format", "Kernels"]
 
 
 class ActForm(IntEnum):
-    """What a weight type wants its activations to be: FLOAT, or int8 with a scale per 32 (Q32) or 256 (Q256) values."""
+    """Form of the activations for a weight type: FLOAT, or int8 with a scale per 32 (Q32) or 256 (Q256) values."""
 
     FLOAT = 0
     Q32 = 1

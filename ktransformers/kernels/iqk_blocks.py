@@ -25,8 +25,8 @@ _F32Array = npt.NDArray[np.float32]
 
 
 class IqkValues(NamedTuple):
-    """What codes stand for. values: by code. shift: what a bit adds to them. subs: scales of a block of 256. is_odd:
-    whether scales are odd numbers.
+    """Values that codes stand for. values: by code. shift: what a bit adds to them. subs: scales of a block of 256.
+    is_odd: whether scales are odd numbers.
     """
 
     values: tuple[int, ...]

@@ -5,7 +5,7 @@ The life of an operator, which `optimize/apply.py` leads all operators of a mode
     the engine calls   constructor ──────> fill(source) ────────> post_load(runtime) ───> forward, step after step
     stage              PLANNED             LOADED                 BOUND
     a subclass says    requirements()      load(source)           bind(runtime)
-                       on `meta`, with     reads its tensors,     is told how long sequences get and what works
+                       on `meta`, with     reads its tensors,     learns how long sequences get and what works
                        its devices;         lays them out in       for it; all operators are loaded, so that what
                        no byte is read     final form, one pass   they hold may be laid out anew, together
 
@@ -208,7 +208,7 @@ class Requirements:
 
 @dataclass(frozen=True, slots=True)
 class OperatorRuntime:
-    """What an operator gets when the model is loaded.
+    """Environment that an operator is bound to once the model is loaded.
 
     max_len: no step will hold a position beyond max_len - 1. service: what works for this operator alone, if anything
     does: a FlashLayer for its attention, a PrefillLayer that streams its experts.

@@ -156,7 +156,7 @@ class ForwardContext:
 
     @property
     def pages(self) -> RowPages:
-        """What the rows see of the cache, as kernels of attention take it."""
+        """The part of the cache that the rows see, as kernels of attention take it."""
         return RowPages(self.block_table, self.page_size, self.seq_ids, self.kv_lens)
 
     def on(self, device: torch.device) -> ForwardContext:

@@ -23,7 +23,7 @@ KEPT_ROWS = 256
 class ExpertUsage:
     """Counter of routed experts chosen in the layers whose experts are on one device.
 
-    A step's rows are told apart from padding by their slots in the cache, which are negative there. counts: int64
+    A step's rows are distinguished from padding by their slots in the cache, which are negative there. counts: int64
     [L, E] on the host, since the start, as of the last `fetch` that is done.
     """
 

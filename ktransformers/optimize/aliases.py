@@ -15,7 +15,8 @@ import logging
 import pkgutil
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -46,115 +47,127 @@ class NameProblem(Exception):
 MODELS_PREFIX = "ktransformers.models."
 OPERATORS_PREFIX = "ktransformers.operators."
 
-_LINEAR = "linear.KTransformersLinear"
-_EXPERTS = "experts.KTransformersExperts"
-_EXPERT_LINEAR = "experts.KExpertLinear"
-_MOE = "moe.KMoEBlock"
-_SCALED_MOE = "moe.KScaledMoEBlock"
-_ROUTER = "router.KRouter"
-_GQA = "attention.KAttention"
-_MLA = "mla.KMLAAttention"
-_COMPRESSED = "compressed.KCompressedAttention"
-_INDEXER = "indexer.KIndexer"
-_BLOCK_INDEXER = "indexer.KBlockIndexer"
-_POOLED_INDEXER = "indexer.KPooledIndexer"
-_MODEL = "model.KModel"
-_HYPER = "hyper.KHyperConnection"
-_GATED = "hyper.KGatedStreams"
-_ROPE = "rope.KRotaryEmbedding"
-_NORM = "norm.KRMSNorm"
-_MLP = "mlp.KMLP"
-_EMBEDDING = "embedding.KEmbedding"
-_ACTIVATION = "activation.KActivation"
-_RECURRENT = {
-    "kinds": "KRecurrent",
-    "convolved": "KConvolvedProjection",
-    "delta": "KGatedDeltaNet KKimiDeltaAttention",
-    "delta_parts": "KGatedDeltaParts",
-    "gated_linear": "KGatedLinearUnit",
-    "mamba": "KMamba KMamba2 KMambaHeads",
-    "short": "KShortConv KLightningAttention",
-    "ngram_embedding": "KPerLayerEmbedding",
-}
-"""Operators of recurrent layers, by the module that defines them; rule files know them as of `recurrent`."""
 
-_ALIASES_BY_ROLE: dict[str, dict[str, str]] = {
-    # role: {upstream module: names in it}
-    _LINEAR: {"linear": "KTransformersLinear KTransformerLinear"},
-    _EXPERTS: {"experts": "KTransformersExperts KTransformersExpertsV2 KGlm4Experts KTransformersMLPExpert"},
-    _MOE: {
-        "experts": "KDeepseekV2MoE KDeepseekV3MoE KDeepseekV3MoEV2 KQwen2MoeSparseMoeBlock KQwen2MoeSparseMoeBlockV2 "
-        "KQwen3MoeSparseMoeBlock KQwen3MoeSparseMoeBlockV2 KMistralSparseMoEBlock KGlm4MoeMoE KHunyuanMoE "
-        # of the first releases; the second one is spelt like that
-        "DeepseekV2MoEInjected KMisrtalSparseMoEBlock Qwen2MoeSparseMoeBlockInjected"
-    },
-    _SCALED_MOE: {},
-    _EXPERT_LINEAR: {},
-    _ROUTER: {"gate": "KMoEGate KMoEGateQwen2Moe KMoEGateDeepSeekV3"},
-    _GQA: {
-        "attention": "KLlamaAttention KHunYuanAttention",
-        "balance_serve_attention": "KQwen2MoeAttention KQwen3MoeAttention KGlm4MoeAttention KHunYuanAttention",
-    },
-    _MLA: {
-        "attention": "KDeepseekV2Attention KDeepseekV3Attention DeepseekV2AttentionInjected flashinfer_attn",
-        "balance_serve_attention": "flashinfer_attn deepseek_torch_attn",
-    },
-    _COMPRESSED: {},
-    _HYPER: {},
-    _GATED: {},
-    _MODEL: {
-        "models": "KDeepseekV2Model KDeepseekV3Model KQwen2MoeModel KQwen3MoeModel KLlamaModel KMixtralModel "
-        "KGlm4MoeModel KHunyuanModel",
-        # where these lived before `models`
-        "layer_wise_prefill": "KDeepseekV2Model KQwen2MoeModel DeepseekV2ModelPerLayerPrefill "
-        "Qwen2MoeModelPerLayerPrefill DeepseekV2ModelKTransformers Qwen2MoeModelKTransformers",
-    },
-    _ROPE: {
-        "RoPE": "RotaryEmbedding RotaryEmbeddingV2 RotaryEmbeddingV3 RotaryEmbeddingV4 YarnRotaryEmbedding "
-        "YarnRotaryEmbeddingV2 YarnRotaryEmbeddingV3 DynamicNTKScalingRotaryEmbedding KQwen2MoeRotaryEmbedding "
-        "KQwen3MoeRotaryEmbedding KGlm4MoeRotaryEmbedding KHunYuanRotaryEmbedding"
-    },
-    _NORM: {
-        "layernorm": "RMSNorm KQwen2MoeRMSNorm KQwen3MoeRMSNorm KGlm4MoeRMSNorm KHunYuanRMSNorm DeepseekV3RMSNormTorch"
-    },
-    _MLP: {"mlp": "kDeepseekV3MLP KQwen2MoeMLP KQwen3MoeMLP KGlm4MoeMLP KHunYuanMLP"},
-    _INDEXER: {},
-    _BLOCK_INDEXER: {},
-    _POOLED_INDEXER: {},
-    _EMBEDDING: {},
-    _ACTIVATION: {},
-}
+@dataclass(frozen=True, slots=True)
+class _Operator:
+    """An operator that rule files may name. name: MODULE.CLASS as they say it. home: the module that defines it.
 
-_HOMES = {
-    _LINEAR: "linear.linear",
-    _EXPERTS: "experts.routed",
-    _MOE: "experts.block",
-    _SCALED_MOE: "experts.scaled",
-    _EXPERT_LINEAR: "experts.single",
-    _ROUTER: "experts.router",
-    _GQA: "attention.gqa",
-    _MLA: "attention.mla",
-    _COMPRESSED: "attention.compressed",
-    _INDEXER: "attention.indexer",
-    _BLOCK_INDEXER: "attention.indexer",
-    _POOLED_INDEXER: "attention.indexer",
-    _MODEL: "layers.model",
-    _HYPER: "layers.hyper",
-    _GATED: "layers.hyper",
-    _ROPE: "attention.rope",
-    _MLP: "linear.mlp",
-    _EMBEDDING: "linear.embedding",
-    **{f"recurrent.{name}": f"recurrent.{module}" for module, names in _RECURRENT.items() for name in names.split()},
-}
-"""The modules that define what rule files know by a shorter name, where they are not called the same."""
+    upstream: {upstream's module: its names for it there}. All modules are under ktransformers.operators.
+    """
 
-_ALIASES_BY_ROLE.update({f"recurrent.{name}": {} for names in _RECURRENT.values() for name in names.split()})
+    name: str
+    home: str
+    upstream: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def class_name(self) -> str:
+        """Name of the class alone."""
+        return self.name.rpartition(".")[2]
+
+    def names(self) -> Iterator[str]:
+        """Yield every dotted name that means it, its own first."""
+        yield self.name
+        for module, names in self.upstream.items():
+            yield from (f"{module}.{name}" for name in names.split())
+
+
+_OPERATORS = (
+    _Operator("linear.KTransformersLinear", "linear.linear", {"linear": "KTransformerLinear"}),
+    _Operator(
+        "experts.KTransformersExperts",
+        "experts.routed",
+        {"experts": "KTransformersExpertsV2 KGlm4Experts KTransformersMLPExpert"},
+    ),
+    _Operator(
+        "moe.KMoEBlock",
+        "experts.block",
+        {
+            "experts": "KDeepseekV2MoE KDeepseekV3MoE KDeepseekV3MoEV2 KQwen2MoeSparseMoeBlock "
+            "KQwen2MoeSparseMoeBlockV2 KQwen3MoeSparseMoeBlock KQwen3MoeSparseMoeBlockV2 KMistralSparseMoEBlock "
+            "KGlm4MoeMoE KHunyuanMoE "
+            # of the first releases; the second one is spelt like that
+            "DeepseekV2MoEInjected KMisrtalSparseMoEBlock Qwen2MoeSparseMoeBlockInjected"
+        },
+    ),
+    _Operator("moe.KScaledMoEBlock", "experts.scaled"),
+    _Operator("experts.KExpertLinear", "experts.single"),
+    _Operator("router.KRouter", "experts.router", {"gate": "KMoEGate KMoEGateQwen2Moe KMoEGateDeepSeekV3"}),
+    _Operator(
+        "attention.KAttention",
+        "attention.gqa",
+        {
+            "attention": "KLlamaAttention KHunYuanAttention",
+            "balance_serve_attention": "KQwen2MoeAttention KQwen3MoeAttention KGlm4MoeAttention KHunYuanAttention",
+        },
+    ),
+    _Operator(
+        "mla.KMLAAttention",
+        "attention.mla",
+        {
+            "attention": "KDeepseekV2Attention KDeepseekV3Attention DeepseekV2AttentionInjected flashinfer_attn",
+            "balance_serve_attention": "flashinfer_attn deepseek_torch_attn",
+        },
+    ),
+    _Operator("compressed.KCompressedAttention", "attention.compressed"),
+    _Operator("hyper.KHyperConnection", "layers.hyper"),
+    _Operator("hyper.KGatedStreams", "layers.hyper"),
+    _Operator(
+        "model.KModel",
+        "layers.model",
+        {
+            "models": "KDeepseekV2Model KDeepseekV3Model KQwen2MoeModel KQwen3MoeModel KLlamaModel KMixtralModel "
+            "KGlm4MoeModel KHunyuanModel",
+            # where these lived before `models`
+            "layer_wise_prefill": "KDeepseekV2Model KQwen2MoeModel DeepseekV2ModelPerLayerPrefill "
+            "Qwen2MoeModelPerLayerPrefill DeepseekV2ModelKTransformers Qwen2MoeModelKTransformers",
+        },
+    ),
+    _Operator(
+        "rope.KRotaryEmbedding",
+        "attention.rope",
+        {
+            "RoPE": "RotaryEmbedding RotaryEmbeddingV2 RotaryEmbeddingV3 RotaryEmbeddingV4 YarnRotaryEmbedding "
+            "YarnRotaryEmbeddingV2 YarnRotaryEmbeddingV3 DynamicNTKScalingRotaryEmbedding KQwen2MoeRotaryEmbedding "
+            "KQwen3MoeRotaryEmbedding KGlm4MoeRotaryEmbedding KHunYuanRotaryEmbedding"
+        },
+    ),
+    _Operator(
+        "norm.KRMSNorm",
+        "norm",
+        {
+            "layernorm": "RMSNorm KQwen2MoeRMSNorm KQwen3MoeRMSNorm KGlm4MoeRMSNorm KHunYuanRMSNorm "
+            "DeepseekV3RMSNormTorch"
+        },
+    ),
+    _Operator("mlp.KMLP", "linear.mlp", {"mlp": "kDeepseekV3MLP KQwen2MoeMLP KQwen3MoeMLP KGlm4MoeMLP KHunYuanMLP"}),
+    _Operator("indexer.KIndexer", "attention.indexer"),
+    _Operator("indexer.KBlockIndexer", "attention.indexer"),
+    _Operator("indexer.KPooledIndexer", "attention.indexer"),
+    _Operator("embedding.KEmbedding", "linear.embedding"),
+    _Operator("activation.KActivation", "activation"),
+    _Operator("recurrent.KRecurrent", "recurrent.kinds"),
+    _Operator("recurrent.KConvolvedProjection", "recurrent.convolved"),
+    _Operator("recurrent.KGatedDeltaNet", "recurrent.delta"),
+    _Operator("recurrent.KGatedDeltaParts", "recurrent.delta"),
+    _Operator("recurrent.KKimiDeltaAttention", "recurrent.delta"),
+    _Operator("recurrent.KGatedLinearUnit", "recurrent.gated_linear"),
+    _Operator("recurrent.KMamba", "recurrent.mamba"),
+    _Operator("recurrent.KMamba2", "recurrent.mamba"),
+    _Operator("recurrent.KMambaHeads", "recurrent.mamba"),
+    _Operator("recurrent.KShortConv", "recurrent.short"),
+    _Operator("recurrent.KLightningAttention", "recurrent.short"),
+    _Operator("recurrent.KPerLayerEmbedding", "recurrent.ngram_embedding"),
+)
+
+_DEFINED_AS = {
+    f"{OPERATORS_PREFIX}{operator.name}": f"{OPERATORS_PREFIX}{operator.home}.{operator.class_name}"
+    for operator in _OPERATORS
+}
 
 OPERATOR_ALIASES: dict[str, str] = {
-    f"{OPERATORS_PREFIX}{module}.{name}": f"{OPERATORS_PREFIX}{role}"
-    for role, modules in _ALIASES_BY_ROLE.items()
-    for module, names in [*modules.items(), tuple(role.split("."))]
-    for name in names.split()
+    f"{OPERATORS_PREFIX}{name}": f"{OPERATORS_PREFIX}{operator.name}"
+    for operator in _OPERATORS
+    for name in operator.names()
 }
 """Every operator name that rule files may use -> the class that it means. Canonical names map to themselves."""
 
@@ -210,7 +223,7 @@ def operator_class(name: str, trust: bool = False) -> type[Operator]:
     if target is None and not trust and not _is_known_code(name):
         raise _untrusted(name, _nearest_operator(name))
     try:
-        found = _import_attribute(name if target is None else _defined_as(target))
+        found = _import_attribute(name if target is None else _DEFINED_AS[target])
     except NameProblem as problem:
         raise NameProblem(f"unknown operator {name} ({problem}){_nearest_operator(name)}") from problem
     if not (isinstance(found, type) and issubclass(found, Operator)):
@@ -218,13 +231,6 @@ def operator_class(name: str, trust: bool = False) -> type[Operator]:
     if inspect.isabstract(found):
         raise NameProblem(f"{name} is abstract: it must define {', '.join(sorted(found.__abstractmethods__))}")
     return found
-
-
-def _defined_as(target: str) -> str:
-    """Where the class is that rule files know as `target`."""
-    role = target.removeprefix(OPERATORS_PREFIX)
-    module, _, name = role.rpartition(".")
-    return f"{OPERATORS_PREFIX}{_HOMES.get(role, module)}.{name}"
 
 
 def _nearest_operator(name: str) -> str:
@@ -293,7 +299,7 @@ def _untrusted(name: str, hint: str = "") -> NameProblem:
     )
 
 
-def _say_whose_code(name: str) -> None:
+def _log_origin(name: str) -> None:
     """One line about a module that a rule file brings in, before it runs."""
     if name in sys.modules or _is_known_code(name):
         return
@@ -306,7 +312,7 @@ def _say_whose_code(name: str) -> None:
 
 
 def _import_module(name: str) -> Any:
-    _say_whose_code(name)
+    _log_origin(name)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -106,7 +106,7 @@ def decode_reads(
     return DecodeReads(tuple(layers.values()), tuple(shapes), tuple(layer.window for layer in facts.layers))
 
 
-def reads_of(entry: PlanEntry, slots: tuple[str, float] | None) -> dict[str, float]:
+def reads_of(entry: PlanEntry, slots: tuple[str, float] | None = None) -> dict[str, float]:
     """Return the bytes of a module by the device on which they are read; those of experts that stay in files are read
     from slots in RAM. slots: a GPU, and the share of a module's experts on the CPU that has a slot there.
     """

@@ -175,7 +175,7 @@ class _Builder:
         return Item(values, line, lines)
 
     def merged(self, node: yaml.Node) -> dict[Scalar, Item]:
-        """What `<<: *anchor` or `<<: [*a, *b]` brings in; of two anchors the first wins."""
+        """Entries that `<<: *anchor` or `<<: [*a, *b]` brings in; of two anchors the first wins."""
         result: dict[Scalar, Item] = {}
         for part in node.value if isinstance(node, yaml.SequenceNode) else [node]:
             item = self.build(part)

@@ -50,7 +50,7 @@ class Machine:
 
 
 def detect_machine(root: Path = Path("/"), gpus: Callable[[], Mapping[str, int]] | None = None) -> Machine:
-    """Measure this machine. root is where /proc and /sys are, gpus tells what GPUs have free (tests make both up)."""
+    """Measure this machine. root is where /proc and /sys are, gpus returns what GPUs have free (tests make both up)."""
     total, available = _host_memory(root)
     for limit, used in _cgroup_limits(root):
         total = min(total, limit)

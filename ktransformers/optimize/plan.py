@@ -196,9 +196,9 @@ def make_plan(
 ) -> Plan:
     """Decide for every module of `model` (a `transformers` model on meta, unchanged afterwards).
 
-    ignorable tells stored tensors that may be left unread; by default the source knows. The plan has no extra_bytes.
-    A rule that decides nothing is a logged warning; with strict, an error. Raises RuleError, UnsupportedError, and
-    TensorMismatchError naming tensors that are missing, left over or of the wrong shape.
+    ignorable recognizes stored tensors that may be left unread; by default the source knows. The plan has no
+    extra_bytes. A rule that decides nothing is a logged warning; with strict, an error. Raises RuleError,
+    UnsupportedError, and TensorMismatchError naming tensors that are missing, left over or of the wrong shape.
     """
     choices = choices or Choices()
     model_type = operator_config.facts.model_type

@@ -10,7 +10,7 @@ the program that launches them, whichever is longer.
 
 Every term is bytes or operations times a measured time: of a byte of weights of that type at that many rows (kernels'
 own curves), of a multiplication of attention, of an empty layer and an empty step. Nothing is fitted to results. Each
-time is told apart into what the memory's bandwidth explains (bytes over the best read rate) and what is left, which is
+time is divided into what the memory's bandwidth explains (bytes over the best read rate) and what is left, which is
 arithmetic; so the largest sum is the resource that limits. Pure: measures nothing.
 """
 
@@ -187,14 +187,14 @@ class _Step:
 
     def _matrix(self, matrix: Matrix, rows: int) -> Times:
         seconds = matrix.nbytes * self._per_byte(self._side(matrix.device).linear, matrix.types, float(rows))
-        return self._told_apart(matrix.device, seconds, matrix.nbytes)
+        return self._split_times(matrix.device, seconds, matrix.nbytes)
 
     def _experts(self, experts: ExpertLoad) -> Times:
         touched = experts.touched(self._rows)
         pairs = self._rows * experts.top_k
         nbytes = experts.nbytes * touched / experts.num_experts
         per_byte = self._per_byte(self._side(experts.device).experts, experts.types, pairs / max(touched, 1e-9))
-        there = self._told_apart(experts.device, nbytes * per_byte, nbytes)
+        there = self._split_times(experts.device, nbytes * per_byte, nbytes)
         if experts.prefill_device == experts.device or not self._is_prefill:
             return there
         return self._streamed(experts, there, nbytes, pairs)
@@ -227,7 +227,7 @@ class _Step:
             curve = side.attention.get(attention.kind)
             if curve is not None and self._rows <= curve.at[-1]:
                 seconds = max(seconds, seen * attention.width * curve.of(float(self._rows)))
-        return self._told_apart(attention.device, seconds, nbytes)
+        return self._split_times(attention.device, seconds, nbytes)
 
     def _cost(self, layer: LayerLoad, curve_of: Callable[[StepCost], Curve]) -> Times:
         side = self._side(layer.layer_device)
@@ -237,7 +237,7 @@ class _Step:
         rows = min(self._rows, cost.layer.at[-1])  # beyond, what grows with rows is in the products' curves
         return Counter({LAUNCH: curve_of(cost).of(float(rows))})
 
-    def _told_apart(self, device: str, seconds: float, nbytes: float) -> Times:
+    def _split_times(self, device: str, seconds: float, nbytes: float) -> Times:
         side = self._side(device)
         memory, arithmetic = (RAM, CPU) if isinstance(side, CpuSpeed) else (VRAM, GPU)
         best = side.best_read if isinstance(side, CpuSpeed) else side.read

@@ -65,7 +65,7 @@ _NO_EFFECT: Mapping[str, str] = {
     "n_deferred_experts": "no expert is deferred: all of a layer's count in that layer",
     "stride": _ONE_LAYOUT,
     "group_max_len": _ONE_LAYOUT,
-    "use_quant": "whether a weight is quantized is told by its file",
+    "use_quant": "whether a weight is quantized follows from its file",
     "transfer_map": "only the operator of the layer loop moves hidden states",
 }
 
@@ -164,7 +164,7 @@ class Rule:
         return f"{self.source.short_name}:{self.line}"
 
     def matches(self, key: str, module: nn.Module, model_type: str) -> bool:
-        """Whether this rule means `module`, whose dotted name is `key` in a model of type `model_type`.
+        """Whether this rule applies to `module`, whose dotted name is `key` in a model of type `model_type`.
 
         Raises RuleError for a name's pattern that takes too long.
         """

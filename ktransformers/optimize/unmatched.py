@@ -47,15 +47,15 @@ def report_unmatched(
     """
     found = explain_unmatched(model, model_type, rules, decided)
     is_part = any(isinstance(module, Placeholder) for module in model.modules())
-    told = tuple(one for one in found if not is_part and not one.is_expected)
+    named = tuple(one for one in found if not is_part and not one.is_expected)
     for one in found:
-        if one not in told:
+        if one not in named:
             logger.debug("%s", one.error)
-    if told and strict:
-        raise RuleError("rules that decide nothing (--strict):\n  " + "\n  ".join(str(one.error) for one in told))
-    for one in told:
+    if named and strict:
+        raise RuleError("rules that decide nothing (--strict):\n  " + "\n  ".join(str(one.error) for one in named))
+    for one in named:
         logger.warning("%s", one.error)
-    return told
+    return named
 
 
 def explain_unmatched(

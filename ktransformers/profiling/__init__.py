@@ -7,7 +7,7 @@
 
 A process of its own, because joining and JSON in Python would take the engine's GIL, and because what it has been given
 survives an engine that dies. docs/profiling.md has the form of the files, `report` draws pages of
-them. Does not know models or requests' texts: it is told names of parts, ids and times.
+them. Does not know models or requests' texts: it receives names of parts, ids and times.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class Bridge:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """What the profile has lost so far, counted by kind: records, messages, lines, files."""
+        """Losses of the profile so far, counted by kind: records, messages, lines, files."""
         senders = self._senders.values()
         return {
             "records": sum(sender.records for sender in senders) + self._joiner.num_lost_records,
@@ -200,7 +200,7 @@ def _run(bridge: Bridge, socket: zmq.Socket[bytes]) -> None:
 
 
 def main() -> int:
-    """Run the bridge process. Returns its exit code: 1 when the parent was told why nothing can be written."""
+    """Run the bridge process. Returns its exit code: 1 once the parent knows why nothing can be written."""
     become("kt-profile")
     leave_signals()
     os.nice(_NICENESS)

@@ -53,15 +53,15 @@ def gpu_calls(record: GpuRecord) -> Iterator[ExpertsCall]:
 
 def _calls_of(one: GpuExpertCounts, record: GpuRecord) -> Iterator[ExpertsCall]:
     row_index = np.asarray(record.rows, np.int32)
-    told = np.frombuffer(one.counts, "<i8").reshape(-1, one.num_experts) if one.counts else None
+    counted = np.frombuffer(one.counts, "<i8").reshape(-1, one.num_experts) if one.counts else None
     for layer, top_k in one.layers.items():
         if top_k in one.ids:
             shown = np.frombuffer(one.ids[top_k], "<i4").reshape(-1, len(row_index), top_k)[layer].astype(np.int16)
             rows = row_index
         else:
             shown, rows = np.zeros((0, top_k), np.int16), np.zeros(0, np.int32)
-        if told is not None:
-            counts = told[layer].astype(np.uint32)
+        if counted is not None:
+            counts = counted[layer].astype(np.uint32)
         else:
             counts = np.bincount(shown.ravel(), minlength=one.num_experts)[: one.num_experts].astype(np.uint32)
         yield ExpertsCall(layer, counts, rows, shown)

@@ -358,8 +358,8 @@ def _routed(calls: Sequence[ExpertsCall], rows: Collection[int]) -> list[tuple[i
     """(layer, the experts of each of these rows) of each call."""
     routed = []
     for call in calls:
-        told = zip(call.row_index.tolist(), call.ids.tolist(), strict=True)
-        ids_of = {row: ids for row, ids in told if row in rows}
+        pairs = zip(call.row_index.tolist(), call.ids.tolist(), strict=True)
+        ids_of = {row: ids for row, ids in pairs if row in rows}
         if (call.ids < 0).any():
             ids_of = {row: [one for one in ids if one >= 0] for row, ids in ids_of.items()}
         routed.append((call.layer, ids_of))

@@ -87,7 +87,7 @@ class GpuExpertCounts(msgspec.Struct, frozen=True):
 class GpuRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A record of the work of GPUs in a step, on the way from its launch to its results.
 
-    rows: flattened, whose experts are told.
+    rows: flattened, whose experts are recorded.
     """
 
     num_rows: int

@@ -3,7 +3,7 @@
     engine's thread ── post ──> deque ──┐
     native code ── records ──> ring ────┴── drain thread, ten times a second ── ZMQ PUSH ──> bridge
 
-Everything is bounded. What does not fit is dropped and counted, and the counts are told.
+Everything is bounded. What does not fit is dropped and counted, and the counts are recorded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ktransformers.profiling.messages import (
     encode_messages,
 )
 
-__all__ = ["Recorder", "Runtime", "open_recorder"]
+__all__ = ["Recorded", "Recorder", "Runtime", "record_steps"]
 
 logger = logging.getLogger(__name__)
 
@@ -153,10 +153,28 @@ class Recorder:
             self._num_unsent += len(messages)
 
 
-def open_recorder(endpoint: str, source: str, epoch: int, runtime: Runtime | None) -> Recorder:
-    """Open a recorder of an engine. Where native code cannot record, it does without."""
+class Recorded(Protocol):
+    """An executor of steps that can be recorded."""
+
+    recorder: Recorder | None
+
+    def new_runtime(self) -> Runtime | None:
+        """Return the runtime by which native code records in profiles; None without any."""
+        ...
+
+
+def record_steps(executor: Recorded, endpoint: str | None, source: str, epoch: int) -> None:
+    """Have the executor's next steps sent to the bridge at this endpoint; None: nowhere. What took them before ends.
+
+    source: what the profile calls the sender. Where native code cannot record, it does without.
+    """
+    if executor.recorder is not None:
+        executor.recorder.close()
+    executor.recorder = None
+    if endpoint is None:
+        return
     try:
-        return Recorder(endpoint, source, epoch, runtime)
+        executor.recorder = Recorder(endpoint, source, epoch, executor.new_runtime())
     except KTransformersError as error:
         logger.warning("a profile has steps and tokens only: %s", error)
-        return Recorder(endpoint, source, epoch)
+        executor.recorder = Recorder(endpoint, source, epoch)

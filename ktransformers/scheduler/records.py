@@ -49,6 +49,7 @@ UNKNOWN = -1
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """A request, filled by the API process.
 
+    request_id: empty until whoever numbers requests has it.
     priority: a smaller number is served earlier, as in vLLM; equal ones by arrival.
     deadline: seconds on the clock whose time `Scheduler.expire` is given; None: no limit.
     cache_salt: requests share pages only with requests of the same salt.
@@ -61,9 +62,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     params.stop is not looked at: stop strings need text, so the API process finds them and calls `Scheduler.finish`.
     """
 
-    request_id: str
     prompt_ids: Sequence[int]
     params: SamplingParams
+    request_id: str = ""
     priority: int = 0
     deadline: float | None = None
     cache_salt: str = ""

@@ -434,7 +434,7 @@ class Scheduler:
         run.computed_len, run.planned_len, run.num_drafted = computed_len, computed_len, 0
         self._pages.shrink(run)
         if self._snapshots is not None:
-            self._snapshots.settle(run, num_accepted, len(row.drafts))
+            self._snapshots.accept_drafts(run, num_accepted, len(row.drafts))
 
     def _take(self, seq: Sequence, result: RowResult, num_drafted: int) -> tuple[list[RequestUpdate], bool]:
         """Append the tokens of a row. Returns the updates, and whether the answer ends with them."""

@@ -99,7 +99,7 @@ class Snapshots:
             run.draft_slots.append(slot)
         return max(min(most, len(run.draft_slots)), 0)
 
-    def settle(self, run: RunningState, num_accepted: int, num_drafts: int) -> None:
+    def accept_drafts(self, run: RunningState, num_accepted: int, num_drafts: int) -> None:
         """Go on from the state behind the draft tokens that were accepted, of a row that had num_drafts."""
         if num_accepted < num_drafts:
             slot, run.draft_slots[num_accepted] = run.draft_slots[num_accepted], run.state_slot

@@ -41,7 +41,7 @@ class TierPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TierResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the tiers did since the last result, filled by the engine.
+    """The outcome of the copies between tiers since the last result, filled by the engine.
 
     row_seconds: that the step's rows took. loaded, read: (bytes, seconds) of copies to the cache, and from files that
     were good. writes, reads: (name, whether it was done). found: all files, (name, depth, bytes), least recently used

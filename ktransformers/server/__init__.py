@@ -1,9 +1,10 @@
 """HTTP: turns requests into generations and their events into responses. Does not know how a model is run.
 
-From the outside in: `main.py` is the script, `run.py` binds the port (`listening.py`) and serves, `app.py` puts routes
-together. A request passes `telemetry` (its line in the log), `middleware.py` (path, host, origin, key, size, patience)
-and `bodies.py` (JSON is measured before it is parsed, and sorted by the dialect's table); then a dialect in `api` reads
-it, `answers` prepares it, and a backend (`backend`, with the processes in `balance`) yields tokens.
+From the outside in: `main.py` is the script, `lifecycle.py` binds the port (`listening.py`), serves and stops, `run.py`
+loads the one model of a server, `app.py` puts routes together. A request passes `telemetry` (its line in the log),
+`middleware.py` (path, host, origin, key, size, patience) and `bodies.py` (JSON is measured before it is parsed, and
+sorted by the dialect's table); then a dialect in `api` reads it, `answers` prepares it, and a backend (`backend`, with
+the processes in `balance`) yields tokens.
 `admission.py` counts answers in, by key; `ongoing.py` has each request by its ids while it is in; `event_log.py` and
 `journal` keep streams.
 

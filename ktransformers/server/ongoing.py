@@ -220,7 +220,7 @@ class OngoingRequests:
         if one.is_journaled and self.journal is not None:
             self.journal.suspended(one.answer_id, one.is_suspended)
 
-    async def settled(self, one: Ongoing) -> None:
+    async def written_down(self, one: Ongoing) -> None:
         """Wait until what became of the request is in the journal, where there is one: no restart undoes what was
         reported.
         """

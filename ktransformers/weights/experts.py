@@ -250,12 +250,12 @@ class StoredMatrices:
         return [(name, info) for name, info in of if info is not None]
 
     def load(self) -> ExpertWeights:
-        """Return them as kernels read them, or as `pack_experts` packs them."""
+        """Return the experts as kernels read them, or as `pack_experts` packs them."""
         loaded = {name: load_matrices(self.parts[name], info.resident_type) for name, info in self._infos()}
         return ExpertWeights(loaded.get("gate"), loaded["up"], loaded["down"], *self.biases)
 
     def mapped(self) -> MappedExperts:
-        """Return them as views of the mapped files, or why there are none."""
+        """Return the experts as views of the mapped files, or why there are none."""
         found: dict[str, Sequence[RawTensor]] = {}
         for name, info in self._infos():
             target = info.resident_type

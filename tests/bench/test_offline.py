@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ktransformers.bench.offline.measure import SPARE_BYTES, fitting_layers
+from ktransformers.bench.offline.runs import StepWeights
 from ktransformers.cli import main
 from ktransformers.config import EngineConfig
 from ktransformers.engine.load.builder import plan_model
@@ -20,6 +21,7 @@ from ktransformers.kernels.cpu import limits
 from ktransformers.models import synthetic_shapes
 from ktransformers.optimize.machine import Machine
 from ktransformers.optimize.plan import Plan
+from tests.support.models.pooled_models import pooled_config
 from tests.support.models.tiny_models import made_shape, tiny_config
 
 EXPERTS, TOP_K, LAYERS, HIDDEN, VOCAB = 32, 2, 4, 256, 4096
@@ -206,6 +208,18 @@ def tiny_plan(layers: int, capacity: int) -> Plan:
     config = EngineConfig(cache_lens=1024, cpu_infer=1)
     plan = plan_model(config, open_synthetic(config, tiny(layers)))
     return replace(plan, machine=Machine(capacity, capacity, {"cpu": capacity}))
+
+
+def test_tables_of_which_a_token_reads_few_rows_are_not_read_in_a_step() -> None:
+    """Made-up weights are all in RAM, tables of n-grams as well."""
+    config = EngineConfig(cache_lens=512, cpu_infer=1)
+    plan = plan_model(config, open_synthetic(config, pooled_config("qwen4_exp_text")))
+    tables = sum(entry.looked_up.get("cpu", 0) for entry in plan.entries)
+    embedding = next(entry.total_bytes for entry in plan.entries if entry.key == "model.embed_tokens")
+    assert tables > 0
+    weights = StepWeights.of_plan(plan)
+    everything = weights.touched(weights.num_experts)
+    assert everything == pytest.approx(sum(entry.total_bytes for entry in plan.entries) - tables - embedding)
 
 
 def test_as_many_layers_as_fit() -> None:

@@ -217,7 +217,7 @@ def test_without_a_gpu_it_is_refused(
     [
         (["latent", "--only", "5"], "--only must be ROWS,POSITIONS"),
         (["latent", "--only", "5,4"], "no more rows than positions"),
-        (["linear", "--only", "moe,sine"], "--only sine is not one of linear, fp8, moe, types, align, relay"),
+        (["linear", "--only", "moe,sine"], "--only sine is not one of linear, fp8, moe, types, align, repack"),
         (["linear", "--types", "iq2_xxs,iq9"], "--types IQ9 is not one of Q4_K, "),
         (["prefill", "--shapes", "llama"], "--shapes llama is not one of qwen3-30b, deepseek-v3"),
         (["hand_over", "--layers", "0"], "--layers must be at least 1"),
@@ -236,7 +236,7 @@ def test_wrong_arguments_are_one_line(args: list[str], message: str, capsys: pyt
         ["attention", "--only", "qwen2-57b"],
         ["attention", "--only", "rows"],
         ["latent", "--only", "64,512"],
-        ["linear", "--only", "fp8,types,align,relay", "--types", "q4_k,iq2_xxs,iq3_s", "--tokens", "1"],
+        ["linear", "--only", "fp8,types,align,repack", "--types", "q4_k,iq2_xxs,iq3_s", "--tokens", "1"],
         ["prefill", "--shapes", "qwen3-30b", "--tokens", "64", "--milliseconds", "0"],
         ["hand_over", "--shapes", "empty", "--tokens", "1", "--layers", "4", "--checks", "4"],
     ],

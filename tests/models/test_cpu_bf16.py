@@ -29,13 +29,13 @@ def logits_of(model_path: Path, cpu_bf16: str) -> tuple[torch.Tensor, set[str]]:
     """And the names of the linear layers and experts that are repacked."""
     engine = static_engine(EngineConfig(model_path=model_path, cpu_infer=2, cache_lens=64, cpu_bf16=cpu_bf16))
     try:
-        repack_on_device = {key.rpartition(".")[2] for key, one in engine.plan.operators.items() if is_relaid(one)}
+        repack_on_device = {key.rpartition(".")[2] for key, one in engine.plan.operators.items() if is_packed(one)}
         return engine.runner.forward(PROMPT, 0, range(len(PROMPT))), repack_on_device
     finally:
         engine.close()
 
 
-def is_relaid(operator: object) -> bool:
+def is_packed(operator: object) -> bool:
     if isinstance(operator, KTransformersLinear):
         assert isinstance(operator._weight, RawTensor | PackedTensor)
         assert operator._weight.qtype is QuantType.BF16

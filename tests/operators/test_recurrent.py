@@ -14,10 +14,12 @@ from ktransformers.engine.model.skeleton import build_skeleton
 from ktransformers.errors import UnsupportedError
 from ktransformers.kernels import reference_recurrent
 from ktransformers.kernels.recurrent_call import ConvCall
+from ktransformers.kernels.triton.recurrent.launch import workspace_nbytes
 from ktransformers.kernels.types import StateStep
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.layers import mixers
 from ktransformers.operators.base import OperatorConfig
+from ktransformers.operators.recurrent.base import RecurrentOperator
 from ktransformers.operators.recurrent.kinds import KRecurrent
 from tests.support.models.recurrent_models import RECURRENT_TYPES, STATES_ONLY, recurrent_config, recurrent_model
 
@@ -57,6 +59,24 @@ def test_the_kind_follows_from_the_module(model_type: str) -> None:
         assert places[module.layer_idx] == key or places[module.layer_idx].endswith(".self_attn")  # type: ignore[index]
     assert (set(found) == set(places.values())) == (model_type in {*STATES_ONLY, "zaya"})
     assert sorted(places) == list(range(model.config.num_hidden_layers))
+
+
+@pytest.mark.parametrize("model_type", RECURRENT_TYPES)
+def test_every_scan_by_head_plans_what_it_works_in(model_type: str) -> None:
+    """Scans of states [heads, K, V] go chunk by chunk on a GPU; those of delta rules correct keys and values beside."""
+    model = build_skeleton(recurrent_config(model_type))
+    config = OperatorConfig(ModelFacts.of(model.config))
+    for key, module in model.named_modules():
+        if not KRecurrent.is_for(module):
+            continue
+        operator: RecurrentOperator = KRecurrent(module, key, config)
+        sizes = operator.state_parts().get("recurrent", ())
+        if len(sizes) < 3:
+            assert operator.scan_nbytes(100) == 0
+        else:
+            is_delta = "Delta" in KINDS[model_type]
+            assert operator.scan_nbytes(100) >= workspace_nbytes(100, *sizes, is_delta=is_delta)
+            assert operator.scan_nbytes(200) == 2 * operator.scan_nbytes(100)
 
 
 def test_other_modules_are_refused() -> None:

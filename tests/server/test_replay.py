@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import os
 import re
+import signal
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -18,13 +22,15 @@ from fastapi import FastAPI
 from ktransformers.core import FinishReason, SamplingParams, TokenEvent
 from ktransformers.engine.sequence.output_processor import OutputProcessor
 from ktransformers.errors import UnsupportedError
+from ktransformers.server.answers import replay
 from ktransformers.server.answers.replay import resume_requests
 from ktransformers.server.app import create_app
 from ktransformers.server.backend.base import BackendInterfaceBase, GenerationRequest, ModelInfo, deadline_error
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.journal.file import JournalFile
 from ktransformers.server.journal.journal import MAX_TRIES, Journal
-from ktransformers.server.run import _drain, _journal
+from ktransformers.server.lifecycle import drain
+from ktransformers.server.run import OneModel, _journal
 from ktransformers.server.service import Service
 from tests.server.test_requests import SteppedBackend
 from tests.support.engines.fake_runner import byte_tokenizer
@@ -344,11 +350,41 @@ def test_stop_strings_are_those_of_the_request(tmp_path: Path) -> None:
     run(work)
 
 
+def test_a_signal_ends_resuming_at_once_and_leaves_the_requests_to_the_next_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="ktransformers.server")
+
+    async def work() -> None:
+        first, server = await begun(tmp_path)
+        await server.die()
+        reached = asyncio.Event()
+
+        async def hang(*arguments: Any) -> None:
+            reached.set()
+            await asyncio.get_running_loop().create_future()
+
+        config = ServerConfig(model_names=("m",), state_dir=tmp_path, port=0)
+        with monkeypatch.context() as patch:
+            patch.setattr(replay, "_replay", hang)
+            serving = asyncio.create_task(OneModel(GoingBackend(), config, nullcontext).serve())
+            await reached.wait()
+            os.kill(os.getpid(), signal.SIGTERM)
+            await serving
+        assert "stopped (SIGTERM) after" in caplog.messages[-1]
+        assert not any("ready after" in line for line in caplog.messages)
+        server = await going(tmp_path).start()
+        assert await read(server.open("GET", "/v1/requests/mine/stream"), 5) == first
+        await server.die()
+
+    run(work)
+
+
 def test_suspended_ones_wait_for_the_next_server(tmp_path: Path) -> None:
     async def work() -> None:
         first, server = await begun(tmp_path)
         assert (await server.open("POST", "/v1/requests/mine/suspend").begun()).status == 200
-        await _drain(server.service, asyncio.Queue())
+        await drain([server.service], server.service.config.drain_seconds)
         assert server.service.admission.num_active == 0
         await server.die()
         server = await going(tmp_path).start()

@@ -27,7 +27,7 @@ from ktransformers.server.app import create_app
 from ktransformers.server.backend.interfaces.transformers import LoadedLoop, TransformersInterface
 from ktransformers.server.config import ServerConfig
 from ktransformers.server.event_log import EventLog, LogBudget
-from ktransformers.server.run import _drain
+from ktransformers.server.lifecycle import drain
 from ktransformers.server.streaming import EventStream
 from tests.support.engines.fake_runner import FakeEngine, FakeRunner, byte_tokenizer, ngram_logits
 from tests.support.servers.asgi_client import Connection
@@ -376,7 +376,7 @@ def test_what_is_suspended_ends_when_the_server_stops() -> None:
         connection = await service.complete(headers=KEEP | {"x-request-id": "r"}).begun()
         await service.ask("POST", "/v1/requests/r/suspend")
         service.backend.allow(1)
-        await _drain(service.app.state.service, asyncio.Queue())
+        await drain([service.app.state.service], 30.0)
         assert json.loads(events_of(await connection.rest())[-2][1])["choices"][0]["finish_reason"] == "abort"
         connection = await service.complete().begun()
         assert connection.status == 503

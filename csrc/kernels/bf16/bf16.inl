@@ -1,9 +1,9 @@
-// Weights as bf16, 16 rows and 32 columns at a time: how each re-laid type is unpacked into them, and how activations
-// are rounded. Included by a tier file after fp8.inl and simd_bf16_*.h, before bf16/tiles.inl or bf16/vector.inl, which
-// multiply. An opt-in for quantized types (TokenBlocks::bf16); BF16 weights have no other form when re-laid.
+// Weights as bf16, 16 rows and 32 columns at a time: how each packed type is unpacked into them, and how activations
+// are rounded. Included by a tier file after fp8.inl and simd/bf16_*.h, before bf16/tiles.inl or bf16/vector.inl, which
+// multiply. An opt-in for quantized types (TokenBlocks::bf16); BF16 weights have no other form when packed.
 //
 // A step is 32 columns of 16 rows: 16 lines of 64 bytes, line i being columns 2 i and 2 i + 1 of row r in its words 2 r
-// and 2 r + 1. BF16 weights are re-laid as k / 32 of them, k a multiple of 32.
+// and 2 r + 1. BF16 weights are packed as k / 32 of them, k a multiple of 32.
 //
 // Unpacked weights are w (1 + 1 / 384) in fp32, cut to bf16: cheaper than rounding and nearly as good. What is added is
 // 1/3 to 2/3 of the last place, so that numbers of bf16 stay what they are and errors have no sign on average.

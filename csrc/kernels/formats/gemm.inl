@@ -356,7 +356,7 @@ template <> struct RowKernel<QType::Q6_K> { using F = FormatQ6K; };
 
 void tile(const TileArgs& a) {
   for (int t = 0; t < a.num_tokens; ++t) store(a.acc + t * 16, zero());
-  if (is_grouped(a.type)) return parts::relaid_grouped(a);
+  if (is_grouped(a.type)) return parts::grouped_by_blocks(a);
   with_format(a.type, [&](auto format) {
     constexpr const FormatInfo& info = decltype(format)::info;
     using F = typename RowKernel<info.type>::F;
@@ -367,7 +367,7 @@ void tile(const TileArgs& a) {
     else if constexpr (info.kernels == Kernels::Fp8)
       return;  // make_weight refuses it
     else if constexpr (std::is_void_v<F>)
-      parts::relaid_tile(a);
+      parts::tile_by_blocks(a);
     else if constexpr (info.form == ActForm::Q32)
       q32_tile<F>(a);
     else

@@ -26,11 +26,11 @@ template <class Task> inline bool with_format(QType type, const Task& task) {
   return visit_formats(type, task, std::make_integer_sequence<int, kNumFormats>{});
 }
 
-// What computes with re-laid weights of a type. A specialization stands beside its kernels in packed/; it has
+// What computes with packed weights of a type. A specialization stands beside its kernels in packed/; it has
 //   Packed                        where its codes and scales lie
 //   Steps                         products of bf16 (bf16/bf16.inl)
 //   tile(const TileArgs&)         adds to args.acc
-//   pack(rows, k, out)            re-lays 16 rows of k columns
+//   pack(rows, k, out)            packs 16 rows of k columns
 template <QType> struct Kernel;
 
 template <class P> struct Steps256;  // these are in bf16/bf16.inl
@@ -43,7 +43,7 @@ template <class P> struct StepsGrid;
 // scaled(bytes, scale, out). Specializations stand beside the layouts.
 template <QType> struct Dequantizer;
 
-// What computes with a type in rows without re-laying them: F is its layout. void: blocks are re-laid one at a time.
+// What computes with a type in rows without packing them: F is its layout. void: blocks are packed one at a time.
 template <QType> struct RowKernel { using F = void; };
 
 // Whether the kernels' blocks, of 32 or 256 columns, have the bytes that the record says.

@@ -11,7 +11,7 @@
 //  TQ1_0  54 B / 256: five digits of base 3 a byte, qs[48]; four, qh[4]; half d       w = d (q - 1)
 //  TQ2_0  66 B / 256: qs[64]; half d                                                  w = d (q - 1)
 //   Q1_0  18 B / 128: half d; a bit a weight, qs[16], from the lowest up              w = d (2 q - 1)
-// They are computed with in re-laid form: packed/k2k3.inl, packed/small.inl, packed/ternary.inl.
+// They are computed with in packed form: packed/k2k3.inl, packed/small.inl, packed/ternary.inl.
 
 namespace {
 

@@ -1,4 +1,4 @@
-// Which kernel a re-laid type has, and which packs it. Included by a tier file after packing.inl; types with kernels in
+// Which kernel a packed type has, and which packs it. Included by a tier file after packing.inl; types with kernels in
 // other files of the tier are in kernels/parts.h.
 
 namespace {
@@ -47,8 +47,8 @@ constexpr int64_t max_packed_bytes() {
   return most;
 }
 
-// A block at a time is re-laid and used: for the few weights that stay in block layout.
-template <class Format> void relaid_tile_of(const TileArgs& a) {
+// A block at a time is packed and used: for the few weights that stay in block layout.
+template <class Format> void tile_by_blocks_of(const TileArgs& a) {
   constexpr int block = Format::info.block;
   alignas(64) uint8_t room[max_packed_bytes() + 64];
   for (int64_t b = 0; b < a.k / block; ++b) {
@@ -74,10 +74,10 @@ template <class Format> void relaid_tile_of(const TileArgs& a) {
 }
 
 // Of types that are not computed with in rows: see RowKernel.
-void relaid_tile(const TileArgs& a) {
+void tile_by_blocks(const TileArgs& a) {
   with_format(a.type, [&](auto format) {
     constexpr Kernels kernels = decltype(format)::info.kernels;
-    if constexpr (kernels == Kernels::Packed || kernels == Kernels::Low) relaid_tile_of<decltype(format)>(a);
+    if constexpr (kernels == Kernels::Packed || kernels == Kernels::Low) tile_by_blocks_of<decltype(format)>(a);
   });
 }
 

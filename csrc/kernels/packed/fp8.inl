@@ -1,6 +1,6 @@
 // FP8 weights (e4m3fn: sign, 4 exponent bits with bias 7, 3 bits; no infinities, all ones is NaN) with one fp32 scale
 // per 128 rows and 128 columns, as DeepSeek-V3's safetensors hold them, times fp32 activations as they are.
-// Included by a tier file after packed.inl, whose tiles of 16 rows these are; computed with in re-laid form only.
+// Included by a tier file after packed.inl, whose tiles of 16 rows these are; computed with in packed form only.
 //
 // A tile of 16 rows and k columns (k a multiple of 4) is a head of one fp32 number per 128 columns, padded to 64 bytes:
 // 256 times the scale, or NaN where one of the 16 x 128 codes is NaN; then lines of 64 bytes, 4 consecutive columns of
@@ -154,7 +154,7 @@ template <class B> void fp8_blocks_tile(const TileArgs& a, const B& blocks) {
 }
 void fp8_tile(const TileArgs& a) { fp8_blocks_tile(a, Fp8Blocks(a)); }
 
-// ---- re-laying ----
+// ---- packing ----
 
 // 64 columns of 16 rows to 16 lines.
 inline void pack_fp8_lines(const uint8_t* const* rows, int num_lines, uint8_t* out) {

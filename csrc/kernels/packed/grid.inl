@@ -73,7 +73,7 @@ template <> struct Kernel<QType::IQ3_S> : KernelGrid<PackedIQ3S> {};
 template <> struct Kernel<QType::IQ1_S> : KernelGrid<PackedIQ1S> {};
 template <> struct Kernel<QType::IQ1_M> : KernelGrid<PackedIQ1M> {};
 
-// Calls task(P{}) for the re-laid form of a type with a grid; does nothing for other types.
+// Calls task(P{}) for the packed form of a type with a grid; does nothing for other types.
 template <class Task> inline void with_grid(QType type, const Task& task) {
   with_format(type, [&](auto format) {
     using F = decltype(format);
@@ -399,7 +399,7 @@ void pack_grid(QType type, const uint8_t* const* rows, int64_t k, uint8_t* out) 
   with_grid(type, [&](auto form) { KernelGrid<decltype(form)>::pack(rows, k, out); });
 }
 
-// For rows in block layout, as relaid_tile in packing.inl.
+// For rows in block layout, as tile_by_blocks in dispatch.inl.
 void grid_rows_tile(const TileArgs& a) {
   with_grid(a.type, [&](auto form) {
     using P = decltype(form);

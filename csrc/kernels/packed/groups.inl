@@ -1,5 +1,5 @@
 // Weights in groups of columns with scales of their own (runtime/grouped.h), as safetensors hold them: integers of 4 or
-// 8 bits, FP8, and NVFP4. Included by a tier file after fp8.inl and packing.inl; computed with in re-laid form.
+// 8 bits, FP8, and NVFP4. Included by a tier file after fp8.inl and packing.inl; computed with in packed form.
 //
 // In rows, a block of `size` columns is its scale, its zero if there is one, and its codes: bytes, or for every 32
 // columns nibbles as in Q4_0 (column i low and 16 + i high in byte i), those of integers being value + 8. NVFP4: an
@@ -210,7 +210,7 @@ void grouped_tile(const TileArgs& a) {
   }
 }
 
-// ---- re-laying, rows ----
+// ---- packing, rows ----
 
 inline void pack_nvfp4_heads(const uint8_t* const* rows, int64_t k, uint8_t* out) {
   for (int r = 0; r < 16; ++r) {
@@ -278,8 +278,8 @@ void pack_grouped(QType type, const uint8_t* const* rows, int64_t k, uint8_t* ou
   }
 }
 
-// A block at a time is re-laid and used, as relaid_tile does.
-void relaid_grouped(const TileArgs& a) {
+// A block at a time is packed and used, as tile_by_blocks does.
+void grouped_by_blocks(const TileArgs& a) {
   const GroupForm form(a.type);
   alignas(64) uint8_t room[64 + 16 * 5 + 64 + 128 * 16];
   for (int64_t b = 0; b < a.k / form.size; ++b) {

@@ -1,4 +1,4 @@
-// Weights re-laid for tiles of 16 rows, so that a step reads one stream and needs no shuffles: what a tile of gemm.inl
+// Weights packed for tiles of 16 rows, so that a step reads one stream and needs no shuffles: what a tile of gemm.inl
 // stages, in the bytes of the file. Included by a tier file after gemm.inl; results are those of gemm.inl, bit by bit.
 //
 // A tile of 16 rows and k columns is, after a head of 16 halves d for every block (padded to 64 bytes; K-quants with a

@@ -1,7 +1,7 @@
 // Reads records of files into memory, past the system's cache, with threads that mostly sleep in the system.
 //
 // A record is one expert of one layer: one extent of a file that holds it as it lies in memory, or one extent for each
-// of its matrices, in block layout, which are re-laid on the way. It is read in pieces of about 1 MiB, so that a single
+// of its matrices, in block layout, which are packed on the way. It is read in pieces of about 1 MiB, so that a single
 // record keeps several threads and the disk's queue busy.
 #pragma once
 #include <atomic>

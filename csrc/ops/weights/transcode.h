@@ -1,5 +1,5 @@
-// Blocks of ggml types without a kernel into blocks of types that have one, without losing a bit:
-// ktransformers/weights/ transcode.py says why that is so.
+// Blocks of ggml types without a kernel into blocks of types that have one, without losing a bit;
+// ktransformers/weights/quantize/transcode.py says why that is so.
 #pragma once
 #include <cstdint>
 

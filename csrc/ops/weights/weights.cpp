@@ -30,7 +30,7 @@ const FormatInfo& checked_info(QType type, int64_t rows, int64_t cols) {
 
 WeightView make_weight(QType type, const uint8_t* data, int64_t rows, int64_t cols) {
   const FormatInfo& info = checked_info(type, rows, cols);
-  if (type == QType::F8_E4M3) throw std::invalid_argument("FP8 weights are computed with in re-laid form only");
+  if (type == QType::F8_E4M3) throw std::invalid_argument("FP8 weights are computed with in packed form only");
   return {type, data, rows, cols, bytes_of_row(info, cols)};
 }
 
@@ -42,9 +42,9 @@ void point_rows(const WeightView& weight, int64_t first, const uint8_t** rows) {
 int64_t packed_tile_bytes(QType type, int64_t cols) {
   const FormatInfo& info = format_info(type);
   if (is_grouped(type)) return GroupForm(type).tile_bytes(cols);
-  if (info.packed_bytes == 0) throw std::invalid_argument(std::string(info.name) + " has no re-laid form");
+  if (info.packed_bytes == 0) throw std::invalid_argument(std::string(info.name) + " has no packed form");
   if (type == QType::BF16 && cols % kBf16Cols != 0)
-    throw std::invalid_argument("BF16 has a re-laid form for multiples of 32 columns only");
+    throw std::invalid_argument("BF16 has a packed form for multiples of 32 columns only");
   const int64_t head = (cols + info.head_cols - 1) / info.head_cols * info.head_bytes;
   return (head + 63) / 64 * 64 + cols / info.block * info.packed_bytes;
 }
@@ -65,7 +65,7 @@ bool uses_bf16(const KernelTable& kernels, QType type, Layout layout, int64_t co
   if (layout == Layout::Rows || is_grouped(type)) return false;  // of groups, only the exact products are known
   if (kernels.bf16_tiles == nullptr) {
     if (type == QType::BF16)
-      throw std::invalid_argument(std::string("re-laid BF16 weights cannot be computed with on the tier ") +
+      throw std::invalid_argument(std::string("packed BF16 weights cannot be computed with on the tier ") +
                                   kernels.name + ", which has no products of bf16");
     return false;
   }
@@ -84,7 +84,7 @@ std::atomic<int64_t> g_read_ns{0}, g_pack_ns{0};
 // Calls task(matrix, first row, rows, their bytes) for groups of tiles of `count` equal matrices in rows of
 // `row_bytes`, which begin at start(matrix). A node's tasks are neighbours, and so is what a thread writes, matrices
 // being side by side: the thread that writes a page first decides on which node it lies, and threads that meet in a
-// huge page that is not there yet would each take one and clear it. Rows of files are read by the thread that re-lays
+// huge page that is not there yet would each take one and clear it. Rows of files are read by the thread that packs
 // them, just before.
 template <class Start, class Task>
 void for_tiles(WorkerPool::Session& session, int64_t count, int64_t rows, int64_t row_bytes, const Start& start,
@@ -145,7 +145,7 @@ void pack(WorkerPool& pool, const WeightView& like, const uint8_t* const* weight
 }
 
 void pack_fp8(WorkerPool& pool, const Fp8View* weights, int64_t count, int64_t rows, int64_t cols, uint8_t* out) {
-  const WeightView like = make_packed(QType::F8_E4M3, nullptr, rows, cols);  // rows of bytes, here not re-laid yet
+  const WeightView like = make_packed(QType::F8_E4M3, nullptr, rows, cols);  // rows of bytes, here not packed yet
   const int64_t blocks = (cols + kFp8Block - 1) / kFp8Block, tiles = (rows + kTileRows - 1) / kTileRows;
   WorkerPool::Session session(pool);
   touch_pages(session, out, count * tiles * like.tile_bytes);

@@ -1,4 +1,4 @@
-// Matrices of weights as they lie in memory, in block layout or re-laid, and the re-laying.
+// Matrices of weights as they lie in memory, in block layout or packed, and the packing.
 #pragma once
 #include <cstdint>
 
@@ -6,7 +6,7 @@
 
 namespace kt {
 
-// How a matrix lies in memory and is computed with. TilesBf16: re-laid all the same, but many tokens are multiplied in
+// How a matrix lies in memory and is computed with. TilesBf16: packed all the same, but many tokens are multiplied in
 // bf16 where the tier can (bf16.inl), which is faster and not exact.
 enum class Layout : int32_t { Rows = 0, Tiles = 1, TilesBf16 = 2 };
 
@@ -15,23 +15,23 @@ struct WeightView {
   QType type;
   const uint8_t* data;
   int64_t rows, cols, row_bytes;
-  int64_t tile_bytes = 0;   // of a re-laid matrix (packed.inl): 16 rows; 0: rows in block layout
+  int64_t tile_bytes = 0;   // of a packed matrix (packed.inl): 16 rows; 0: rows in block layout
   bool wants_bf16 = false;  // Layout::TilesBf16
 };
 
 // Throws std::invalid_argument for a shape that the type cannot have, or a type without such a layout.
 WeightView make_weight(QType type, const uint8_t* data, int64_t rows, int64_t cols);
 
-// Bytes that 16 rows take when re-laid. Throws std::invalid_argument for a type that is not.
+// Bytes that 16 rows take when packed. Throws std::invalid_argument for a type that is not.
 int64_t packed_tile_bytes(QType type, int64_t cols);
 
-// A re-laid matrix: ceil(rows / 16) tiles, the last one filled up with copies of the last row.
+// A packed matrix: ceil(rows / 16) tiles, the last one filled up with copies of the last row.
 WeightView make_packed(QType type, const uint8_t* data, int64_t rows, int64_t cols);
 
 WeightView make_view(QType type, const uint8_t* data, int64_t rows, int64_t cols, Layout layout);
 
-// Whether products with the weight are of bf16: with re-laid BF16 always, with other types where that is wanted and the
-// tokens are many. Throws std::invalid_argument for re-laid BF16 on a tier that cannot.
+// Whether products with the weight are of bf16: with packed BF16 always, with other types where that is wanted and the
+// tokens are many. Throws std::invalid_argument for packed BF16 on a tier that cannot.
 bool uses_bf16(const KernelTable& kernels, QType type, Layout layout, int64_t cols, bool is_many);
 inline bool uses_bf16(const KernelTable& kernels, const WeightView& weight, bool is_many) {
   const Layout layout = weight.tile_bytes == 0 ? Layout::Rows : weight.wants_bf16 ? Layout::TilesBf16 : Layout::Tiles;

@@ -8,7 +8,7 @@ namespace KT_PARTS {
 
 void grouped_tile(const TileArgs& a) { ::grouped_tile(a); }
 void fp8_tile(const TileArgs& a) { ::fp8_tile(a); }
-void relaid_grouped(const TileArgs& a) { ::relaid_grouped(a); }
+void grouped_by_blocks(const TileArgs& a) { ::grouped_by_blocks(a); }
 void pack_grouped(QType type, const uint8_t* const* rows, int64_t k, uint8_t* out) {
   ::pack_grouped(type, rows, k, out);
 }

@@ -9,7 +9,7 @@ namespace kt {
 namespace KT_PARTS {
 
 void packed_tiles(const TileArgs* args, int count, bool has_vbmi) { ::packed_tiles(args, count, has_vbmi); }
-void relaid_tile(const TileArgs& a) { ::relaid_tile(a); }
+void tile_by_blocks(const TileArgs& a) { ::tile_by_blocks(a); }
 void pack_tile(QType type, const uint8_t* const* rows, int64_t k, uint8_t* out) { ::pack_tile(type, rows, k, out); }
 
 }  // namespace KT_PARTS

@@ -14,7 +14,7 @@ from functools import partial
 from ktransformers.bench.agents.host import describe_host
 from ktransformers.bench.agents.llama_server import LlamaServer, LlamaServerWork, llama_server_flags
 from ktransformers.bench.agents.load import GroupTurn, Load, model_name
-from ktransformers.bench.agents.report import COLUMNS, row_of, shown_machine, shown_row
+from ktransformers.bench.agents.report import COLUMNS, row_of, shown_host, shown_row
 from ktransformers.bench.agents.shapes import Prompts, Wave
 from ktransformers.bench.common.report import FigureTable, Record, Row
 from ktransformers.bench.servers.client import Client, RequestError
@@ -108,7 +108,7 @@ def bench_agents(work: AgentsWork) -> Record:
     that happens to a later one, its entry in `servers` has the error, and the figures of those before are kept.
     """
     machine = describe_host()
-    print(shown_machine(machine))
+    print(shown_host(machine))
     prompts = Prompts(work.seed, work.vocab, work.is_text)
     rows: list[Row] = []
     servers: list[Row] = []

@@ -10,7 +10,7 @@ from ktransformers.bench.agents.load import GroupTurn, TimedAnswer
 from ktransformers.bench.agents.shapes import Wave
 from ktransformers.bench.common.report import Column, Row
 
-__all__ = ["COLUMNS", "label", "percentile", "row_of", "shown_machine", "shown_row"]
+__all__ = ["COLUMNS", "label", "percentile", "row_of", "shown_host", "shown_row"]
 
 COLUMNS = (
     Column("label", 16, title="wave"),
@@ -91,7 +91,7 @@ def _shown(row: Row, keys: Sequence[str], spec: str) -> str | None:
     return None if None in values else "/".join(format(value, spec) for value in values)
 
 
-def shown_machine(machine: dict[str, Any]) -> str:
+def shown_host(machine: dict[str, Any]) -> str:
     """Return bench.common.machine.describe_machine as a line."""
     gpus = [gpu["name"] for gpu in machine.get("gpus", ())]
     counted = [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)]

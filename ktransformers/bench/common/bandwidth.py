@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from ktransformers.engine.model.threads import settle_torch_threads
+from ktransformers.engine.model.threads import limit_torch_threads
 from ktransformers.errors import KTransformersError
 from ktransformers.kernels.cpu import WorkerPool, limits
 from ktransformers.system.cores import allowed_cpus, cpu_quota
@@ -38,7 +38,7 @@ _REPEATS = 3
 
 def measure_ram(num_threads: int, nbytes: int = _RAM_BYTES) -> float:
     """Measure the bytes a second that the worker threads read together, the best of a few rounds."""
-    settle_torch_threads()
+    limit_torch_threads()
     pool = WorkerPool(num_threads)
     try:
         return limits.read_bandwidth(pool, nbytes, _REPEATS)

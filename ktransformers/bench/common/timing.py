@@ -8,18 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["best_time", "mean_time", "torch_threads"]
-
-
-def mean_time(once: Callable[[int], object], seconds: float, warm_ups: int) -> float:
-    """Return the seconds of a call, the mean of those that fit in `seconds` (at least two), which are numbered."""
-    for i in range(warm_ups):
-        once(i)
-    began, count = time.perf_counter(), 0
-    while count < 2 or time.perf_counter() - began < seconds:
-        once(count)
-        count += 1
-    return (time.perf_counter() - began) / count
+__all__ = ["best_time", "torch_threads"]
 
 
 def best_time(run: Callable[[], object], seconds: float) -> float:

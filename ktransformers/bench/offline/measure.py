@@ -5,7 +5,6 @@ The weights are a model's, or random ones in a published shape, so that no model
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -30,6 +29,7 @@ from ktransformers.engine.load.builder import Engine, build_engine, plan_model
 from ktransformers.engine.model.opened import OpenedModel, open_model, open_synthetic
 from ktransformers.errors import ConfigError
 from ktransformers.models.synthetic_shapes import find_shape
+from ktransformers.optimize.decode_bound import layer_of
 from ktransformers.optimize.plan import Plan
 
 __all__ = [
@@ -38,7 +38,6 @@ __all__ = [
     "StartPeers",
     "bench_offline",
     "fitting_layers",
-    "layer_of",
     "load_work",
     "open_work",
 ]
@@ -51,7 +50,6 @@ SPARE_BYTES = 2 << 30
 PEER_ROUNDS = 2
 """The better one counts: the first one warms up."""
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 _COLUMNS = (
     Column("phase", 7, title=" "),
     Column("tokens", 6),
@@ -220,8 +218,8 @@ def fitting_layers(plan: Plan) -> int:
     """
     layers: dict[int, dict[str, int]] = {}
     for entry in plan.entries:
-        layer = layer_of(entry.key)
-        if layer is not None:
+        layer = layer_of(entry)
+        if layer >= 0:
             _add(layers.setdefault(layer, {}), entry.nbytes)
     for nbytes in plan.extra_bytes.values():  # the cache: a share of each layer
         for held_by in layers.values():
@@ -237,12 +235,6 @@ def fitting_layers(plan: Plan) -> int:
             break
         count += 1
     return max(count, 1)
-
-
-def layer_of(key: str) -> int | None:
-    """Return the number of the layer that a module called `key` belongs to; None for what is in no layer."""
-    found = _LAYER.search(key)
-    return None if found is None else int(found[1])
 
 
 def _add(sums: dict[str, int], more: Mapping[str, int]) -> None:

@@ -21,6 +21,7 @@ from ktransformers.core import SamplingParams
 from ktransformers.engine.load.builder import Engine
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.experts.router import KRouter
+from ktransformers.optimize.decode_bound import is_embedding, reads_of
 from ktransformers.optimize.plan import Plan
 from ktransformers.scheduler.long_prompts import LongPrompts
 from ktransformers.scheduler.records import NewSequence, ScheduledSequence, StepPlan, StepResult, counts_in
@@ -46,11 +47,11 @@ class DecodeCase:
 class StepWeights:
     """The weights that a step reads at least, in bytes.
 
-    dense: everything but experts and embedding table. expert: one expert of every MoE layer together, num_layers of
-    them, each with num_experts.
+    dense: everything but experts, the embedding table and other tables of which a token reads a few rows. expert: one
+    expert of every MoE layer together, num_layers of them, each with num_experts.
     """
 
-    dense: int
+    dense: float
     expert: float
     num_layers: int
     num_experts: int
@@ -58,16 +59,16 @@ class StepWeights:
     @classmethod
     def of_plan(cls, plan: Plan) -> StepWeights:
         """Count the weights of a plan by their resident bytes, on whatever device."""
-        tables = {entry.key for entry in plan.entries if entry.key.endswith("embed_tokens")} - set(plan.shared.values())
-        experts = {key: op for key, op in plan.operators.items() if isinstance(op, KTransformersExperts)}
-        dense = sum(entry.total_bytes for entry in plan.entries if entry.key not in tables | set(experts))
-        sizes = [
-            (entry.total_bytes + entry.stored_experts) / experts[entry.key].num_experts
-            for entry in plan.entries
-            if entry.key in experts
-        ]
-        counts = [op.num_experts for op in experts.values()]
-        return cls(dense, sum(sizes), len(sizes), max(counts, default=0))
+        experts = {key: op.num_experts for key, op in plan.operators.items() if isinstance(op, KTransformersExperts)}
+        heads = set(plan.shared.values())
+        dense, expert = 0.0, 0.0
+        for entry in plan.entries:
+            nbytes = sum(reads_of(entry).values())
+            if entry.key in experts:
+                expert += nbytes / experts[entry.key]
+            elif entry.key in heads or not is_embedding(entry):
+                dense += nbytes
+        return cls(dense, expert, len(experts), max(experts.values(), default=0))
 
     def touched(self, distinct: float) -> float:
         """Return the bytes of a step whose MoE layers touch `distinct` experts in the mean."""

@@ -18,7 +18,7 @@ import torch
 
 from ktransformers.bench.common.random_weights import random_raw
 from ktransformers.bench.probe.steps import step_costs
-from ktransformers.engine.model.threads import settle_torch_threads
+from ktransformers.engine.model.threads import limit_torch_threads
 from ktransformers.kernels.attention_call import AttentionCall, RowPages
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool, attention, limits, linear
 from ktransformers.kernels.cpu.topology import ThreadPlace, thread_places
@@ -70,7 +70,7 @@ def thread_counts(cores: int) -> list[int]:
     return [*powers, cores]
 
 
-def best_time(once: Callable[[int], object], warm_ups: int = 1) -> float:
+def shortest_call(once: Callable[[int], object], warm_ups: int = 1) -> float:
     """Return the seconds of a call, the shortest of a few, which are numbered."""
     for i in range(warm_ups):
         once(i)
@@ -87,7 +87,7 @@ def probe_read(cores: int, nbytes: int = FULL.read) -> tuple[dict[int, float], d
 
     A node's figure is that of its threads on memory that they touched first.
     """
-    settle_torch_threads()
+    limit_torch_threads()
     rates = {}
     for count in thread_counts(cores):
         with _pool(count) as pool:
@@ -112,7 +112,7 @@ def probe_cpu(
 ) -> CpuSpeed:
     """Measure everything of the CPU, or on a busy machine what sizes.seconds are enough for; the rest is logged.
 
-    cores: worker threads, 0 for one per core. say: told what is measured now.
+    cores: worker threads, 0 for one per core. say: called with the name of what is measured.
     """
     cores, began = cores or usable_cores(), clock()
     say("memory")
@@ -176,7 +176,7 @@ def _linear_curve(pool: WorkerPool, qtype: QuantType, sizes: ProbeSizes) -> Curv
             for j in range(span):
                 linear(x, matrices[(i + j) % count], pool, out=out)
 
-        seconds.append(best_time(once) / span / matrices[0].nbytes)
+        seconds.append(shortest_call(once) / span / matrices[0].nbytes)
     return Curve(tuple(map(float, sizes.linear_rows)), tuple(seconds))
 
 
@@ -204,7 +204,7 @@ def _expert_curve(pool: WorkerPool, qtype: QuantType, sizes: ProbeSizes) -> Curv
         ) -> None:
             kernel.forward(x, routings[i % len(routings)], w)
 
-        took = best_time(once)
+        took = shortest_call(once)
         points[tokens * sizes.top_k / touched] = took / (touched * each)
     return Curve(tuple(points), tuple(points.values()))
 
@@ -226,6 +226,6 @@ def _attention_curves(pool: WorkerPool, sizes: ProbeSizes) -> dict[str, Curve]:
             def once(i: int, a: tuple[torch.Tensor, ...] = (q, keys, values, seqs, lens)) -> None:
                 attention(AttentionCall(a[0], a[1], a[2], RowPages(table, page, a[3], a[4]), 0.1), pool)
 
-            seconds.append(best_time(once) / products)
+            seconds.append(shortest_call(once) / products)
         curves[name] = Curve(tuple(map(float, rows)), tuple(seconds))
     return curves

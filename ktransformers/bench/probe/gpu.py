@@ -27,6 +27,7 @@ from ktransformers.kernels.triton.experts.matrices import ExpertMatrices, MoeMat
 from ktransformers.kernels.triton.experts.moe import moe
 from ktransformers.kernels.triton.experts.workspace import DIGIT_TOKENS, VECTOR_TOKENS, MoeWorkspace
 from ktransformers.kernels.triton.linear.linear import Workspace, linear
+from ktransformers.kernels.triton.quant.dequant import WeightMatrix
 from ktransformers.kernels.triton.quant.repack import GpuLayout
 from ktransformers.kernels.types import QuantType
 from ktransformers.optimize.machine_speed import Curve, GpuSpeed
@@ -49,7 +50,7 @@ _PCIE_BYTES = 256 << 20
 def probe_gpu(name: str, threads: int, say: Callable[[str], None] = lambda text: None) -> GpuSpeed:
     """Measure everything of the GPU "cuda:N". threads: of the CPU, which experts are handed over to.
 
-    say: told what is next.
+    say: called with the name of what is next.
     """
     with torch.cuda.device(name), torch.inference_mode():
         gpu = Gpu()
@@ -114,10 +115,8 @@ def _curve(gpu: Gpu, qtype: QuantType, launch: float) -> Curve:
     for count in _TOKENS:
         x, out = gpu.randn(count, _COLS), torch.empty(count, _ROWS, dtype=BF16, device=gpu.device)
         space = Workspace.allocate(gpu.device, count)
-        calls = [
-            partial(linear, x, one, qtype, _ROWS, _COLS, out=out, layout=GpuLayout.PLANES, workspace=space)
-            for one in weights
-        ]
+        matrices = [WeightMatrix(one, qtype, _ROWS, _COLS, GpuLayout.PLANES) for one in weights]
+        calls = [partial(linear, x, one, out=out, workspace=space) for one in matrices]
         seconds.append(_beyond(gpu, calls, launch) / weights[0].numel())
     return Curve(tuple(map(float, _TOKENS)), tuple(seconds))
 

@@ -81,12 +81,12 @@ def _costs(name: str, config: EngineConfig, prompts: Sequence[Sequence[int]]) ->
     found, first = [], 0
     for group in (_BATCHES, *prompts):
         last = first + len(group)
-        found.append(_told_apart(group, few[first:last], many[first:last]))
+        found.append(_fitted(group, few[first:last], many[first:last]))
         first = last
     return found
 
 
-def _told_apart(rows: Sequence[int], few: Sequence[float], many: Sequence[float]) -> StepCost:
+def _fitted(rows: Sequence[int], few: Sequence[float], many: Sequence[float]) -> StepCost:
     layer = [max((b - a) / (_LAYERS[1] - _LAYERS[0]), 0.0) for a, b in zip(few, many, strict=True)]
     step = [max(a - _LAYERS[0] * one, 0.0) for a, one in zip(few, layer, strict=True)]
     at = tuple(map(float, rows))

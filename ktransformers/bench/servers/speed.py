@@ -113,7 +113,7 @@ class _Server:
             return None
 
     def count(self, words: Sequence[str]) -> int | None:
-        """Tokens of the prompt that a question of these words becomes, or None when the server does not tell."""
+        """Tokens of the prompt that a question of these words becomes, or None when the server does not report it."""
         try:
             return int(self._client.json("POST", "/tokenize", {"messages": _question(words)})["count"])
         except (RequestError, LookupError, TypeError, ValueError):

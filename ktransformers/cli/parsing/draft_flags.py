@@ -31,7 +31,7 @@ _METHOD, _MODEL, _COUNT = "method", "model", "num_speculative_tokens"
 
 
 class SpeculativeWords(NamedTuple):
-    """What stands for the flag on our command line, and the note about what has no effect, empty when all has."""
+    """The words that replace a foreign flag on our command line, and a note on settings of it without effect, or ""."""
 
     words: list[str]
     note: str

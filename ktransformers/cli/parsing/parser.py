@@ -154,7 +154,7 @@ class ArgumentParser(argparse.ArgumentParser):
         if unknown:
             self.error(self._explain(next(filter(_is_flag, unknown), unknown[0])))
         if self._has_settings:
-            self._settle(namespace, actions)
+            self._complete(namespace, actions)
         return namespace, unknown
 
     def with_settings(
@@ -201,7 +201,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
     # Where values come from
 
-    def _settle(self, namespace: argparse.Namespace, actions: dict[str, argparse.Action]) -> None:
+    def _complete(self, namespace: argparse.Namespace, actions: dict[str, argparse.Action]) -> None:
         """Fill in what the command line left open."""
         sources = {}
         for action in actions.values():

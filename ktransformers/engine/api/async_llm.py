@@ -33,6 +33,7 @@ from ktransformers.engine.sequence.picture_parts import split_pictures
 from ktransformers.engine.sequence.prompts import PromptIds, check_callable
 from ktransformers.engine.sequence.saved_session import SavedSession, as_path, begun_of, saved_of
 from ktransformers.errors import EngineError, UnsupportedError
+from ktransformers.scheduler.records import Request
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -358,7 +359,8 @@ class AsyncLLM:
 
         media = asked.prompt_ids.media
         request = EngineRequest(
-            asked.prompt_ids, params, name=asked.request_id, answer_ids=asked.answer_ids, media=media
+            Request(prompt_ids=asked.prompt_ids, params=params, answer_ids=asked.answer_ids, media=media),
+            name=asked.request_id,
         )
         batches.check_begun(request)
         generation = prefill_and_generate(batches, request)

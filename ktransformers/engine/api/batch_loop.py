@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import msgspec
+
 from ktransformers.core import AnswerEnd, FinishReason, SamplingParams, TokenEvent
 from ktransformers.engine.api.engine_loop import Build, EngineLoop, EngineT
 from ktransformers.engine.sampling.constraints import check_rules
@@ -67,26 +69,22 @@ def _ignore(said: object) -> None:
 
 @dataclass(slots=True, eq=False)
 class EngineRequest:
-    """A prompt that is to be answered. params.seed is set. name: what its sender calls it. request_id: what profiles
-    call it; the loop sets it where it is empty.
+    """A request to a loop, with the callback for its events: those of the tokens behind its answer_ids.
 
-    answer_ids: tokens of an answer that was begun before; the events are of the tokens that follow. has_progress:
-    whether its events have PrefillChunks. cache_salt, cached_len, is_suspended, prediction_ids, media:
-    see scheduler.records.Request.
+    request: what the scheduler is given. Its params.seed is set, its priority and deadline are not looked at; the loop
+    gives it a request_id where that is empty. name: what its sender calls it. has_progress: whether its events have
+    PrefillChunks.
     """
 
-    prompt_ids: Sequence[int]
-    params: SamplingParams
+    request: Request
     on_event: EventCallback = _ignore
     name: str | None = None
-    request_id: str = ""
-    answer_ids: Sequence[int] = ()
     has_progress: bool = False
-    cache_salt: str = ""
-    cached_len: int | None = None
-    is_suspended: bool = False
-    prediction_ids: Sequence[int] = ()
-    media: Sequence[MediaItem] = ()
+
+    @property
+    def request_id(self) -> str:
+        """The id that the loop and profiles know it by; empty until it is submitted without one."""
+        return self.request.request_id
 
 
 @dataclass(slots=True)
@@ -137,7 +135,7 @@ class BatchLoop(Generic[EngineT]):
         self._loop: EngineLoop[EngineT] = EngineLoop(
             build,
             deliver=self._deliver,
-            hand_over=self._hand_over,
+            notify=self._notify,
             planned=self._note_prefills,
             ended=self._on_end,
             progress=progress,
@@ -172,8 +170,9 @@ class BatchLoop(Generic[EngineT]):
 
     def check_begun(self, request: EngineRequest) -> None:
         """Check an answer that was begun before, as `check` does. Raises ConfigError too when it is over."""
-        self.check(request.prompt_ids, request.params, request.media)
-        self._output_processor(request)
+        asked = request.request
+        self.check(asked.prompt_ids, asked.params, asked.media)
+        self._output_processor(asked)
 
     def submit(self, requests: Sequence[EngineRequest]) -> None:
         """Answer requests that `check` has passed. They are queued together.
@@ -182,21 +181,22 @@ class BatchLoop(Generic[EngineT]):
         that is in use.
         """
         self._loop.require_open()
-        processors = [self._output_processor(request) for request in requests]
+        processors = [self._output_processor(request.request) for request in requests]
         with self._lock:
             for request in requests:
                 if request.name is not None and self._names.setdefault(request.name, request) is not request:
                     raise ConfigError(f"request_id {request.name!r} is in use: name each request differently")
         for request, processor in zip(requests, processors, strict=True):
-            request.request_id = request.request_id or f"r{next(self._ids)}"
+            if not request.request_id:
+                request.request = msgspec.structs.replace(request.request, request_id=f"r{next(self._ids)}")
             self._streams[request.request_id] = _OutputStream(
                 request.on_event,
                 processor,
                 request.has_progress,
-                time.perf_counter() if request.is_suspended else None,
+                time.perf_counter() if request.request.is_suspended else None,
             )
         try:
-            self._loop.post(*map(_added, requests))
+            self._loop.post(*(Add(request.request) for request in requests))
         except EngineError:
             for request in requests:
                 self._streams.pop(request.request_id, None)
@@ -329,7 +329,7 @@ class BatchLoop(Generic[EngineT]):
         if self._capture is not None:
             self._capture.stop()
 
-    def _output_processor(self, request: EngineRequest) -> OutputProcessor:
+    def _output_processor(self, request: Request) -> OutputProcessor:
         """Of its events, its answer so far behind it. Raises ConfigError when the answer is over."""
         params, prompt_len = request.params, len(request.prompt_ids)
         output_processor = OutputProcessor(self.engine.model.tokenizer, params, prompt_len)
@@ -384,25 +384,9 @@ class BatchLoop(Generic[EngineT]):
                 driver.obey(Finish(request_id, FinishReason.STOP, completion_len))
         self._ready.append((stream.on_event, event))
 
-    def _hand_over(self) -> None:
+    def _notify(self) -> None:
         """Wake the readers of what is ready, when EngineLoop says that it is time."""
         if self._ready:
             ready, self._ready = self._ready, []
             for on_event, event in ready:
                 on_event(event)
-
-
-def _added(request: EngineRequest) -> Add:
-    return Add(
-        Request(
-            request_id=request.request_id,
-            prompt_ids=request.prompt_ids,
-            params=request.params,
-            answer_ids=request.answer_ids,
-            cache_salt=request.cache_salt,
-            cached_len=request.cached_len,
-            is_suspended=request.is_suspended,
-            prediction_ids=request.prediction_ids,
-            media=request.media,
-        )
-    )

@@ -3,7 +3,7 @@
     any thread                   the loop's thread
     post(Add, Finish, ...) ───> driver.obey ── plan ── engine.execute ── commit ─┐
     deliver(driver) <──────────── whenever something may be new ─────────────────┘
-    hand_over() <──────────────── in the next step, once its layers leave Python to others, or when none follows
+    notify() <─────────────────── in the next step, once its layers leave Python to others, or when none follows
     call(function) ───────────> between two steps, with the driver and the engine
 
 Everything that the scheduler and the engine hold is touched by that thread alone, so an exception that reaches a caller
@@ -18,23 +18,18 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
-from ktransformers.cache.paged import PagedCache
-from ktransformers.config import EngineConfig
 from ktransformers.engine.api.home import OwnerProcess
-from ktransformers.engine.model.fingerprint import ModelIdentity
-from ktransformers.engine.model.opened import ModelDescription
-from ktransformers.engine.step.executor import PagedExecutor
+from ktransformers.engine.load.loaded import LoadedModel
 from ktransformers.errors import EngineError, KTransformersError, StageLostError
-from ktransformers.models.facts import ModelFacts
-from ktransformers.profiling.recorder import open_recorder
+from ktransformers.profiling.recorder import record_steps
 from ktransformers.scheduler.commands import ProfileOff, ProfileOn, RequestCommand
 from ktransformers.scheduler.config import SchedulerConfig
 from ktransformers.scheduler.driver import SchedulerDriver
 from ktransformers.scheduler.records import StepPlan, StepResult
 
-__all__ = ["Build", "EngineLoop", "EngineT", "LoopEngine"]
+__all__ = ["Build", "EngineLoop", "EngineT"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,55 +38,7 @@ T = TypeVar("T")
 _CLOSED = "this model is closed: make a new LLM, or keep the `with` block open for as long as it is used"
 
 
-class LoopEngine(Protocol):
-    """A loaded model that runs the scheduler's steps."""
-
-    @property
-    def config(self) -> EngineConfig:
-        """The resolved configuration that the model was loaded with."""
-        ...
-
-    @property
-    def facts(self) -> ModelFacts:
-        """The facts of the model: its family, layers and limits."""
-        ...
-
-    @property
-    def model(self) -> ModelDescription:
-        """The description of the model that needs no weights: tokenizer, limits, defaults."""
-        ...
-
-    @property
-    def description(self) -> str:
-        """A description of the model in words."""
-        ...
-
-    @property
-    def identity(self) -> ModelIdentity:
-        """The identity that files with parts of the cache are checked by. Raises WeightError or UnsupportedError."""
-        ...
-
-    @property
-    def executor(self) -> PagedExecutor:
-        """The executor that runs the steps."""
-        ...
-
-    @property
-    def cache(self) -> PagedCache:
-        """The cache that the scheduler's pages are in."""
-        ...
-
-    @property
-    def scheduler_config(self) -> SchedulerConfig:
-        """The limits of the scheduler. Raises ConfigError."""
-        ...
-
-    def close(self) -> None:
-        """Stop the engine's threads and processes."""
-        ...
-
-
-EngineT = TypeVar("EngineT", bound=LoopEngine, covariant=True)
+EngineT = TypeVar("EngineT", bound=LoadedModel, covariant=True)
 
 Build = Callable[[Callable[..., None]], EngineT]
 """Builds the engine on the loop's thread. Given a function to report progress to, which raises when nobody waits."""
@@ -116,7 +63,7 @@ class EngineLoop(Generic[EngineT]):
     constructor waits for it and raises what that raises; an interrupt meanwhile gives the loading up.
 
     Callbacks, all on the loop's thread, where steps (of tiers that list their files) may run before the constructor has
-    returned; none may block. deliver: given the driver whenever there may be news. hand_over: called later, when
+    returned; none may block. deliver: given the driver whenever there may be news. notify: called later, when
     readers may be woken: woken at once, they would want Python while the loop plans the next step. planned: given each
     step before it runs. ended: called once, when nothing more will come. progress: called while the engine is built.
     """
@@ -135,13 +82,13 @@ class EngineLoop(Generic[EngineT]):
         build: Build[EngineT],
         *,
         deliver: Callable[[SchedulerDriver], None],
-        hand_over: Callable[[], None] = lambda: None,
+        notify: Callable[[], None] = lambda: None,
         planned: Callable[[StepPlan], None] = lambda plan: None,
         ended: Callable[[], None] = lambda: None,
         progress: Callable[..., None] | None = None,
     ):
         self.home = OwnerProcess()
-        self._deliver, self._hand_over = deliver, hand_over
+        self._deliver, self._notify = deliver, notify
         self._planned, self._ended = planned, ended
         self._inbox: queue.SimpleQueue[tuple[_Command, ...] | _Call | None] = queue.SimpleQueue()  # None: stop
         self._lock = threading.Lock()  # between a post and a close: nobody is left waiting for a thread that is gone
@@ -181,7 +128,7 @@ class EngineLoop(Generic[EngineT]):
             engine.close()
             raise
         self.driver = SchedulerDriver(self.config)
-        engine.executor.hand_over = self._hand_over
+        engine.executor.notify = self._notify
         engine.executor.counts_experts = False  # the driver would keep them for news that nobody takes here
 
     # For any thread.
@@ -246,7 +193,7 @@ class EngineLoop(Generic[EngineT]):
             if isinstance(command, _Call):
                 command.answer.put((None, EngineError(_CLOSED)))
         self._record(None)
-        self._hand_over()
+        self._notify()
         self._ended()
         self.engine.close()
         del self.engine, self.driver  # weights and cache are free, though the loop has a name still
@@ -262,7 +209,7 @@ class EngineLoop(Generic[EngineT]):
             if is_idle and has_news:
                 self._deliver(self.driver)  # what commands have ended
                 has_news = False
-            self._hand_over()
+            self._notify()
             try:
                 command = self._inbox.get(timeout=self._seconds_left() if is_idle else None)
             except queue.Empty:
@@ -275,7 +222,7 @@ class EngineLoop(Generic[EngineT]):
                 return False
             has_news = True
             if isinstance(command, _Call):
-                self._settle()
+                self._finish_planned()
                 _answer(command)
             for one in command if isinstance(command, tuple) else ():
                 self._obey(one)
@@ -288,7 +235,7 @@ class EngineLoop(Generic[EngineT]):
     def _obey(self, command: _Command) -> None:
         match command:
             case ProfileOn(endpoint):
-                self._settle()  # graphs are captured anew, over what a step that is under way computes
+                self._finish_planned()  # graphs are captured anew, over what a step that is under way computes
                 self._record(endpoint)
             case ProfileOff():
                 self._record(None)
@@ -299,9 +246,7 @@ class EngineLoop(Generic[EngineT]):
         """Have requests and steps recorded from the next step on, or not."""
         executor = self.engine.executor
         self.driver.record(None)
-        if executor.recorder is not None:
-            executor.recorder.close()
-        executor.recorder = None if endpoint is None else open_recorder(endpoint, "engine", 0, executor.new_runtime())
+        record_steps(executor, endpoint, "engine", 0)
         if executor.recorder is not None:
             self.driver.record(executor.recorder.post)
 
@@ -312,13 +257,13 @@ class EngineLoop(Generic[EngineT]):
         if plan is None:
             stats = self.driver.stats()
             assert not stats.num_running + stats.num_waiting, "requests wait and nothing is planned"
-            self._hand_over()
+            self._notify()
             return  # nothing was left to copy
         self._planned(plan)
         executor = self.engine.executor
         try:
             result = executor.execute(plan, self._go_on) if executor.runs_apart else executor.execute(plan)
-            self._hand_over()  # where the runner did not
+            self._notify()  # where the runner did not
         except StageLostError as error:
             logger.warning("%s; answers go on once another one is there", error)
             self._drop_pending()
@@ -348,7 +293,7 @@ class EngineLoop(Generic[EngineT]):
         self._next = self.driver.plan() if self._plans_ahead else None
         if self._next is not None:
             self.engine.executor.prepare(self._next)
-        self._hand_over()
+        self._notify()
 
     def _take_in(self) -> None:
         if self._done is not None:
@@ -369,7 +314,7 @@ class EngineLoop(Generic[EngineT]):
         self._take_in()
         self._next = None
 
-    def _settle(self) -> None:
+    def _finish_planned(self) -> None:
         """Run what is planned, and plan no more: then no step is in flight."""
         self._plans_ahead = False
         while self.has_next:

@@ -41,6 +41,7 @@ from ktransformers.engine.sequence.saved_session import SavedSession, as_path, b
 from ktransformers.errors import EngineError, KTransformersError, UnsupportedError
 from ktransformers.media.records import MediaItem
 from ktransformers.profiling.capture import ProfileTarget
+from ktransformers.scheduler.records import Request
 from ktransformers.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -215,7 +216,7 @@ class LLM:
         check_callable("should_stop", should_stop)
         check_callable("on_prefill", on_prefill)
         self._batches.check(ids, params, ids.media)
-        request = EngineRequest(ids, params, name=request_id, media=ids.media)
+        request = EngineRequest(Request(prompt_ids=ids, params=params, media=ids.media), name=request_id)
         return self._events(request, Control(should_stop, on_prefill))
 
     def read_chat(
@@ -336,7 +337,7 @@ class LLM:
         self._require_open()
         begun = saved_of(session).begun(sampling_params)
         begun = replace(begun, params=self._reader.params(begun.params))
-        request = EngineRequest(begun.prompt_ids, begun.params, answer_ids=begun.answer_ids, media=begun.media)
+        request = EngineRequest(begun.request)
         self._batches.check_begun(request)
         if begun.media and self._pictures is not None:
             self._pictures.require_all(begun.media)
@@ -364,7 +365,7 @@ class LLM:
 
     def _events(self, request: EngineRequest, control: Control) -> Iterator[TokenEvent]:
         """A method, so that the LLM is not closed while its last user iterates."""
-        with held(self._pictures, request.media):
+        with held(self._pictures, request.request.media):
             yield from prefill_and_generate(self._batches, request, control)
 
 
@@ -470,17 +471,17 @@ def _answer_batch(
 
     numbers: which of the caller's prompts each of them answers, for errors.
     """
-    requests = [EngineRequest(ids, params, media=ids.media) for ids, params in each]
+    requests = [EngineRequest(Request(prompt_ids=ids, params=params, media=ids.media)) for ids, params in each]
     answers = [prefill_and_generate(batches, request).queued() for request in requests]
     outputs = []
     try:
         batches.submit(requests)
-        for request, answer, number in zip(requests, answers, numbers, strict=True):
+        for (ids, params), answer, number in zip(each, answers, numbers, strict=True):
             try:
                 events = list(answer)
             except EngineError as error:
                 raise_numbered(error, number, numbers[-1] + 1)
-            outputs.append(collect_output(request.prompt_ids, request.params, events))
+            outputs.append(collect_output(ids, params, events))
     finally:
         batches.abort(requests[len(outputs) :])
     return outputs

@@ -18,5 +18,5 @@ class NotFiniteError(KTransformersError):
         )
 
     def with_damage(self, damage: str) -> NotFiniteError:
-        """The same error with what a DamageScan says of the weights."""
+        """Return this error with the finding of a DamageScan of the weights behind it."""
         return NotFiniteError(self.value, self.what, damage)

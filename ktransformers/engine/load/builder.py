@@ -23,6 +23,7 @@ from ktransformers.engine.load.loaded import Engine, LoadedModel, LoadedPart
 from ktransformers.engine.load.stages import (
     CapturedModel,
     LoadedWeights,
+    OpenedPart,
     arrange_model,
     capture_steps,
     load_weights,
@@ -48,6 +49,7 @@ from ktransformers.engine.plan.planning import Planner
 from ktransformers.engine.plan.tier_plan import open_tiers
 from ktransformers.engine.sampling.constraints import mask_of
 from ktransformers.engine.step.executor import PagedExecutor
+from ktransformers.engine.step.executor_parts import ExecutorParts
 from ktransformers.engine.step.hot import StepExperts
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.engine.step.step_runtime import StepRuntime
@@ -112,36 +114,43 @@ def build_engine(
     if ranks is None:
         ranks = Driver(opened.config, made_of(opened)) if num_processes(opened.config) > 1 else Alone()
     cache_plan = CachePlan.of(opened, max_batch_size, page_size)
-    built = _build(opened, cache_plan, hardware, progress, stats, ranks)
-    cache = built.cache
-    drafter, drafts = (None, []) if built.draft is None else _load_drafter(built.draft, built, progress)
+    built = _build(open_part(opened, hardware, ranks), cache_plan, progress, stats)
+    cache, identified, hot, planned = built.cache, built.arranged.identified, built.loaded.hot, built.planned
+    drafter, drafts = (None, []) if planned.draft is None else _load_drafter(planned.draft, built, progress)
     runner = ModelRunner(built.forward, built.decode, ranks.step_broadcast(), begins_ahead=ranks.begins_ahead)
-    experts = StepExperts(stats, built.hot, _read_experts([built, *drafts]))
-    executor = _executor(built, runner, experts)
-    executor.mend_model = lambda: _mend(ranks, runner)
-    executor.drafter = drafter
-    executor.pictures = _load_tower(built)
-    executor.find_damage = DamageScan(opened.config).said
+    grammars = built.model.tokenizer.grammars(built.model.vocab_size, built.model.eos_token_ids)
+    experts, tower = StepExperts(stats, hot, _read_experts([built, *drafts])), _load_tower(built)
+    tiers, tiered_cache = open_tiers(opened.config, cache, identified) or (None, None)
+    parts = ExecutorParts(
+        experts,
+        mask_of=lambda start: mask_of(grammars, start.params),
+        eos_token_ids=built.model.eos_token_ids,
+        drafter=drafter,
+        pictures=tower,
+        tiers=tiered_cache,
+        find_damage=DamageScan(opened.config).said,
+        recover=lambda: _recover(ranks, runner),
+        new_runtime=lambda: StepRuntime(runner),
+    )
     longest = opened.facts.longest_sequence(cache.num_slots)
     interval = _snapshot_interval(max(cache.num_states - max_batch_size, 0), longest)
-    tiers, executor.tiers = open_tiers(opened.config, cache, built.identified) or (None, None)
     return Engine(
         config=built.config,
         plan=built.plan,
         model=built.model,
         pool=built.forward.pool,
-        identified=built.identified,
+        identified=identified,
         facts=opened.facts,
-        executor=executor,
+        executor=PagedExecutor(runner, cache, built.forward.pool, built.model.vocab_size, parts),
         cache=cache,
         max_batch_size=max_batch_size,
         snapshot_interval=interval,
         tiers=tiers,
-        hot=built.hot,
-        expert_files=built.expert_files,
+        hot=hot,
+        expert_files=planned.expert_files,
         ranks=ranks,
         why_drafts_eager=built.why_drafts_eager,
-        drafts_in_block=built.draft is not None and built.draft.opened.dspark is not None,
+        drafts_in_block=planned.draft is not None and planned.draft.opened.dspark is not None,
     )
 
 
@@ -150,49 +159,33 @@ def _snapshot_interval(snapshots: int, longest: int) -> int:
     return max(-(-longest // max(snapshots // 2, 1)), _LEAST_INTERVAL) if snapshots else 0
 
 
-def _executor(built: CapturedModel, runner: ModelRunner, experts: StepExperts) -> PagedExecutor:
-    """What runs the scheduler's steps of a model that is ready for them."""
-    model = built.model
-    grammars = model.tokenizer.grammars(model.vocab_size, model.eos_token_ids)
-    executor = PagedExecutor(
-        runner,
-        built.cache,
-        built.forward.pool,
-        model.vocab_size,
-        experts,
-        lambda start: mask_of(grammars, start.params),
-        eos_token_ids=model.eos_token_ids,
-    )
-    executor.new_runtime = lambda: StepRuntime(runner)
-    return executor
-
-
 def _read_experts(models: Sequence[CapturedModel]) -> list[ExpertFiles]:
     """Begin to fill the slots of experts in files; return these files. models: the target, and what drafts for it."""
     found = list[ExpertFiles]()
     for one in models:
-        if one.expert_files is not None and one.expert_files.owner is None:
-            learned = HotFile(one.identified.sampled.digests)
-            one.expert_files.fill(learned.read(), learned.add, one.hot.has_slot())
-            found.append(one.expert_files)
+        files = one.planned.expert_files
+        if files is not None and files.owner is None:
+            learned = HotFile(one.arranged.identified.sampled.digests)
+            files.fill(learned.read(), learned.add, one.loaded.hot.has_slot())
+            found.append(files)
     return found
 
 
 def _load_tower(built: CapturedModel) -> PictureEncoder | None:
     """Load the tower for pictures where it is planned; None where none come, or they cannot be run as transformers runs
     them. Raises WeightError; the model is closed then."""
-    folder = built.config.picture_folder
-    if built.tower is None or folder is None:
+    folder, tower = built.config.picture_folder, built.planned.tower
+    if tower is None or folder is None:
         return None
     try:
-        family = PictureFamily.of(built.tower.opened.model.config)  # asked before its weights are read
+        family = PictureFamily.of(tower.opened.model.config)  # asked before its weights are read
     except UnsupportedError as error:
         logger.warning("no pictures: %s", error)
         return None
     with ExitStack() as undo:
         undo.callback(built.forward.pool.close)
         undo.callback(built.plan.devices.close)
-        encoder = TowerEncoder(load_tower(built.tower.opened, built.tower.place), family, folder, built.forward.pool)
+        encoder = TowerEncoder(load_tower(tower.opened, tower.place), family, folder, built.forward.pool)
         undo.pop_all()
     return encoder
 
@@ -214,7 +207,7 @@ def _load_drafter(
             forward, model = _load_draft(planned, target, progress, len(forwards))
             forwards.append(forward)
             models.append(model)
-            planned = model.draft
+            planned = model.planned.draft
         undo.pop_all()
     made, several = forwards[0], [forward for forward in forwards if isinstance(forward, MtpForward)]
     if len(several) > 1:
@@ -234,8 +227,8 @@ def _load_draft(
     entry = draft.opened.model.get_input_embeddings()
     if isinstance(entry, MtpInput):
         entry.take_source(target.forward.embedding)
-    files = draft.planned.expert_files
-    built = _build(draft.opened, draft.cache_plan, draft.hardware_now(), progress, target=target, expert_files=files)
+    part = open_part(draft.opened, draft.hardware_now(), Alone())
+    built = _build(part, draft.cache_plan, progress, target=target, expert_files=draft.planned.expert_files)
     target.plan.devices.close_with_this(built.plan.devices)
     logger.info("draft tokens come from %s", built.model.description)
     runner = ModelRunner(built.forward, built.decode)
@@ -248,14 +241,16 @@ def _load_draft(
         passes, is_fixed = (built.forward, target.forward), draft.opened.facts.is_borrowing
         made = MtpForward(runner, built.cache, limits, entry, *passes, is_fixed=is_fixed, number=number)
         return made, built
-    if target.tower is not None:
+    if target.planned.tower is not None:
         logger.info("the model that drafts sees no pictures: behind one, fewer of its tokens are right")
     return DraftModelForward(runner, built.cache, limits), built
 
 
 def _lenders(draft: OpenedModel, target: CapturedModel) -> Lenders | None:
     """The layers of the target whose keys and values a draft model attends to; None for one that has its own."""
-    return Lenders(target.cache, lenders_of(draft.facts, target.facts)) if draft.facts.is_borrowing else None
+    if not draft.facts.is_borrowing:
+        return None
+    return Lenders(target.cache, lenders_of(draft.facts, target.loaded.opened.facts))
 
 
 def _take_head(loaded: LoadedWeights, target: CapturedModel) -> str | None:
@@ -271,14 +266,14 @@ def _take_head(loaded: LoadedWeights, target: CapturedModel) -> str | None:
     return f"lm_head is on {place}"
 
 
-def _mend(ranks: Ranks, runner: ModelRunner) -> None:
+def _recover(ranks: Ranks, runner: ModelRunner) -> None:
     ranks.recover()
     runner.recovered()
 
 
 def build_worker(opened: OpenedModel, worker: Worker, hardware: Hardware, cache_plan: CachePlan) -> LoadedPart:
     """Load one process's part of a model that is cut. Errors as `build_engine`."""
-    built = _build(opened, cache_plan, hardware, None, None, worker)
+    built = _build(open_part(opened, hardware, worker), cache_plan, None)
     runner = ModelRunner(built.forward, built.decode, send_output=worker.send_output())
     return LoadedPart(runner, built.cache, built.forward.pool)
 
@@ -293,25 +288,22 @@ def _reads_of_weights() -> Iterator[None]:
 
 
 def _build(
-    opened: OpenedModel,
+    part: OpenedPart,
     cache_plan: CachePlan,
-    hardware: Hardware | None,
     progress: Progress | None,
     stats: ExpertStats | None = None,
-    ranks: Ranks | None = None,
     target: CapturedModel | None = None,
     expert_files: ExpertFiles | None = None,
 ) -> CapturedModel:
     """What engines and their parts are made of. target: the model that it drafts for, whose threads it takes, and whose
     head in the place of one that it lacks. expert_files: see `plan_part`. Errors as `build_engine`; whatever was
     started is stopped then."""
-    part = open_part(opened, hardware, ranks or Alone())
     with loading(), ExitStack() as undo, _reads_of_weights():
         shared = None if target is None else target.forward.pool
         planned = plan_part(part, cache_plan, stats or ExpertStats(), undo, shared, expert_files)
         loaded = load_weights(planned, progress)
         why_eager = None if target is None else _take_head(loaded, target)
-        arranged = arrange_model(loaded, None if target is None else _lenders(opened, target))
+        arranged = arrange_model(loaded, None if target is None else _lenders(part.opened, target))
         captured = capture_steps(arranged, progress, why_eager)
         undo.pop_all()
     return captured

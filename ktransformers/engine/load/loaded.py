@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
+
+from typing_extensions import override
 
 from ktransformers.cache.paged import PagedCache
 from ktransformers.config import CPU_PREFILLS, EngineConfig
@@ -47,43 +50,46 @@ def scheduler_limits(
 
 
 @dataclass(slots=True)
-class LoadedModel:
-    """A loaded model with what is known of it. config: as it was resolved, the caller's own is left alone.
-
-    identified: what decides what it computes.
-    """
+class LoadedModel(ABC):
+    """A loaded model that runs a scheduler's steps. config: as it was resolved, the caller's own is left alone. cache:
+    what the scheduler's pages are in."""
 
     config: EngineConfig
-    plan: Plan
+    facts: ModelFacts
     model: ModelDescription
-    pool: WorkerPool
-    identified: Identified
-
-    @property
-    def identity(self) -> ModelIdentity:
-        """The model's identity by all bytes of its weights, see Identified.whole. Raises WeightError."""
-        return self.identified.whole()
+    executor: PagedExecutor
+    cache: PagedCache
 
     @property
     def description(self) -> str:
         """A description of the model in one line."""
         return self.model.description
 
+    @property
+    @abstractmethod
+    def identity(self) -> ModelIdentity:
+        """The identity that files with parts of the cache are checked by. Raises WeightError or UnsupportedError."""
+
+    @property
+    @abstractmethod
+    def scheduler_config(self) -> SchedulerConfig:
+        """The limits of a scheduler for this model, one step at a time. Raises ConfigError."""
+
+    @abstractmethod
     def close(self) -> None:
-        """Stop the engine's worker threads. The engine cannot be used afterwards."""
-        self.plan.devices.close()
-        self.pool.close()
+        """Stop the engine's threads and processes. It cannot be used afterwards."""
 
 
 @dataclass(slots=True)
 class Engine(LoadedModel):
-    """A model that runs the scheduler's steps, for one sequence or for many. why_drafts_eager: why steps with draft
-    tokens run without CUDA graphs on GPUs; None: they have some, or nothing is on a GPU. drafts_in_block: see
-    SchedulerConfig. expert_files: what experts are read from while the model runs; None: all are in memory."""
+    """A model that runs with our operators, one sequence or many. identified: what decides what it computes.
+    why_drafts_eager: why steps with draft tokens run without CUDA graphs on GPUs; None: they have some, or nothing is
+    on a GPU. drafts_in_block: see SchedulerConfig. expert_files: what experts are read from while the model runs; None:
+    all are in memory."""
 
-    facts: ModelFacts
-    executor: PagedExecutor
-    cache: PagedCache
+    plan: Plan
+    pool: WorkerPool
+    identified: Identified
     max_batch_size: int = 1  # most sequences of a step
     snapshot_interval: int = 0  # tokens between snapshots of states inside of a prompt; 0: none
     tiers: TierConfig | None = None  # below the cache
@@ -94,8 +100,13 @@ class Engine(LoadedModel):
     drafts_in_block: bool = False
 
     @property
+    @override
+    def identity(self) -> ModelIdentity:
+        return self.identified.whole()
+
+    @property
+    @override
     def scheduler_config(self) -> SchedulerConfig:
-        """The limits of a scheduler for this engine, one step at a time. Raises ConfigError."""
         return replace(
             scheduler_limits(self.config, self.model, self.cache, self.max_batch_size),
             num_states=self.cache.num_states,
@@ -111,7 +122,7 @@ class Engine(LoadedModel):
 
     @property
     def picture_sight(self) -> Sight:
-        """What positions of pictures see, see SchedulerConfig."""
+        """The positions that a position of a picture sees, as SchedulerConfig.picture_sight."""
         return Sight.NOTHING if self.executor.pictures is None else self.executor.pictures.family.sight
 
     @property
@@ -123,7 +134,7 @@ class Engine(LoadedModel):
 
     @property
     def pictures(self) -> PictureEncoder | None:
-        """What computes pictures; None where none come, or the model has no tower."""
+        """The encoder of pictures; None where requests have none, or the model has no tower."""
         return self.executor.pictures
 
     @property
@@ -142,7 +153,7 @@ class Engine(LoadedModel):
 
     @property
     def drafter(self) -> str:
-        """What finds draft tokens, as SchedulerConfig.drafter."""
+        """The kind of drafter that finds draft tokens, as SchedulerConfig.drafter."""
         return "ngram" if self.executor.drafter is None else self.config.drafter
 
     @property
@@ -161,12 +172,14 @@ class Engine(LoadedModel):
             return f"{others[0]} has another prefill_op than generate_op"
         return None
 
+    @override
     def close(self) -> None:
-        """Finish what goes to files, and stop the worker threads. The engine cannot be used afterwards."""
+        """Finish what goes to files, and stop the engine's threads and processes."""
         self.ranks.close()
         if self.executor.tiers is not None:
             self.executor.tiers.close()
-        LoadedModel.close(self)
+        self.plan.devices.close()
+        self.pool.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from ktransformers.cache.paged import PagedCache
 from ktransformers.config import CPU_ACTIVATIONS, CPU_PREFILLS, DEFAULT_CHUNK_SIZE, EngineConfig
 from ktransformers.core import Progress
 from ktransformers.engine.damage.scan import DamageScan
-from ktransformers.engine.load.loaded import scheduler_limits
+from ktransformers.engine.load.loaded import LoadedModel, scheduler_limits
 from ktransformers.engine.model.fingerprint import ModelIdentity
 from ktransformers.engine.model.opened import ModelDescription, OpenedModel, describe_model, open_model
 from ktransformers.engine.model.skeleton import restore_buffers
@@ -28,6 +28,7 @@ from ktransformers.engine.sampling.constraints import mask_of
 from ktransformers.engine.sampling.logits_request import StepLogits
 from ktransformers.engine.step.context import ForwardBatch
 from ktransformers.engine.step.executor import PagedExecutor
+from ktransformers.engine.step.executor_parts import ExecutorParts
 from ktransformers.engine.step.executor_runs import StepTensors
 from ktransformers.engine.step.hidden import HiddenStatesHook
 from ktransformers.errors import CapacityError, ConfigError, TensorMismatchError, UnsupportedError, reason_of
@@ -136,15 +137,24 @@ def _common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:
 class ReferenceExecutor(PagedExecutor):
     """Executes the steps of one sequence at a time. Pages are the scheduler's alone: nothing is kept in them."""
 
-    def __init__(self, runner: ReferenceRunner, cache: PagedCache, described: ModelDescription):
+    def __init__(
+        self,
+        runner: ReferenceRunner,
+        cache: PagedCache,
+        described: ModelDescription,
+        find_damage: Callable[[], str] = str,
+    ):
         grammars = described.tokenizer.grammars(described.vocab_size, described.eos_token_ids)
         super().__init__(
             runner,
             cache,
             WorkerPool(1),
             described.vocab_size,
-            mask_of=lambda start: mask_of(grammars, start.params),
-            eos_token_ids=described.eos_token_ids,
+            ExecutorParts(
+                mask_of=lambda start: mask_of(grammars, start.params),
+                eos_token_ids=described.eos_token_ids,
+                find_damage=find_damage,
+            ),
         )
         self._reference = runner
         self._run_id, self._ids = 0, list[int]()  # of the run that is computed, and its tokens
@@ -163,37 +173,41 @@ class ReferenceExecutor(PagedExecutor):
         self._pool.close()
 
 
-class ReferenceEngine:
+class ReferenceEngine(LoadedModel):
     """A loaded reference model that runs the steps of a scheduler, one sequence at a time."""
 
     def __init__(self, opened: OpenedModel, model: PreTrainedModel, described: ModelDescription):
         cache_len = -(-cache_len_of(opened.config, opened.facts) // PAGE_SIZE) * PAGE_SIZE
         chunk_size = opened.config.chunk_size or DEFAULT_CHUNK_SIZE
-        self.config = replace(opened.config, cache_lens=cache_len, chunk_size=chunk_size)
-        self.facts, self.model = opened.facts, described
-        self.description = f"transformers, fp32: {described.description}"
-        self.cache = PagedCache((), cache_len // PAGE_SIZE, PAGE_SIZE)
+        config = replace(opened.config, cache_lens=cache_len, chunk_size=chunk_size)
+        cache = PagedCache((), cache_len // PAGE_SIZE, PAGE_SIZE)
         self.runner = ReferenceRunner(model)
-        self.executor = ReferenceExecutor(self.runner, self.cache, described)
-        self.executor.find_damage = DamageScan(opened.config).said
+        self._steps = ReferenceExecutor(self.runner, cache, described, DamageScan(opened.config).said)
+        super().__init__(config, opened.facts, described, self._steps, cache)
 
     @property
+    @override
+    def description(self) -> str:
+        return f"transformers, fp32: {self.model.description}"
+
+    @property
+    @override
     def scheduler_config(self) -> SchedulerConfig:
-        """The limits of a scheduler for this engine. Raises ConfigError."""
         return scheduler_limits(self.config, self.model, self.cache, 1)
 
     @property
+    @override
     def identity(self) -> ModelIdentity:
-        """The identity that files with parts of the cache would need. Raises UnsupportedError: none are written."""
+        """Raise UnsupportedError: no files with parts of the cache are written."""
         raise UnsupportedError("the transformers backend does not let its cache be copied to a file")
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Compute the logits behind each token of a text at once, fp32 [T, vocab_size]. Between two steps."""
         return self.runner.logits(token_ids)
 
+    @override
     def close(self) -> None:
-        """Stop its threads."""
-        self.executor.close()
+        self._steps.close()
 
 
 def build_reference_engine(config: EngineConfig, progress: Progress | None = None) -> ReferenceEngine:

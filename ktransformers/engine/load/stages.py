@@ -27,14 +27,13 @@ from ktransformers.engine.model.hot_file import HotFile
 from ktransformers.engine.model.mtp import MtpInput
 from ktransformers.engine.model.opened import ModelDescription, OpenedModel, describe_model
 from ktransformers.engine.model.skeleton import restore_buffers
-from ktransformers.engine.model.threads import settle_slow_threads, settle_torch_threads
+from ktransformers.engine.model.threads import limit_torch_threads, measure_slow_threads
 from ktransformers.engine.parallel.ranks.ranks import Ranks, ResolvedPlan
 from ktransformers.engine.plan.attention import find_flash
 from ktransformers.engine.plan.cache_plan import CachePlan
 from ktransformers.engine.plan.hardware import Hardware
 from ktransformers.engine.plan.planned import Planned, PlannedDraft
 from ktransformers.engine.plan.planning import Planner
-from ktransformers.engine.plan.tower_plan import PlannedTower
 from ktransformers.engine.step.decode import DecodeSteps
 from ktransformers.engine.step.expert_streaming import open_prefills
 from ktransformers.engine.step.forward import ForwardPass
@@ -44,14 +43,13 @@ from ktransformers.engine.step.hot import HotService, open_hot
 from ktransformers.engine.step.layout import (
     StepLayout,
     install_moves,
+    move_buffers,
     rotations_of,
-    settle_buffers,
 )
 from ktransformers.kernels.cpu import WorkerPool
-from ktransformers.models.facts import ModelFacts
 from ktransformers.models.mtp_config import mtp_family
 from ktransformers.operators.attention.flash import FlashLayer
-from ktransformers.operators.attention.rope import settle_rotations
+from ktransformers.operators.attention.rope import resolve_rotations
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.expert_files import ExpertFiles
 from ktransformers.operators.experts.routed import KTransformersExperts
@@ -167,23 +165,37 @@ class ArrangedModel:
 
 @dataclass(frozen=True, slots=True)
 class CapturedModel:
-    """A model that is ready for steps. config: as everything was resolved. facts: its own. why_drafts_eager: see
-    StepGraphs. draft: the plan of the model that drafts for it, which is loaded next; tower: likewise, for pictures.
-    expert_files: what its experts are read from while it runs."""
+    """A model that is ready for steps. config: as everything was resolved. why_drafts_eager: see StepGraphs."""
 
+    arranged: ArrangedModel
     config: EngineConfig
-    facts: ModelFacts
-    plan: Plan
-    model: ModelDescription
-    forward: ForwardPass
     decode: DecodeSteps | None
-    cache: PagedCache
-    identified: Identified
-    hot: HotService
     why_drafts_eager: str | None = None
-    draft: PlannedDraft | None = None
-    tower: PlannedTower | None = None
-    expert_files: ExpertFiles | None = None
+
+    @property
+    def loaded(self) -> LoadedWeights:
+        return self.arranged.loaded
+
+    @property
+    def planned(self) -> Planned:
+        return self.loaded.planned_part.planned
+
+    @property
+    def plan(self) -> Plan:
+        return self.planned.plan
+
+    @property
+    def model(self) -> ModelDescription:
+        """The description of the whole model, of which this process may have a part."""
+        return self.loaded.planned_part.part.model
+
+    @property
+    def forward(self) -> ForwardPass:
+        return self.arranged.forward
+
+    @property
+    def cache(self) -> PagedCache:
+        return self.arranged.cache
 
 
 def open_part(opened: OpenedModel, hardware: Hardware | None, ranks: Ranks) -> OpenedPart:
@@ -306,23 +318,7 @@ def capture_steps(arranged: ArrangedModel, progress: Progress | None, why_eager:
     decode = graphs.prepare(arranged.forward, arranged.cache, plan, extent, progress)
     part.ranks.captured([] if decode is None else decode.sizes)
     config = replace(part.config, cache_lens=planned.num_slots, chunk_size=planned.chunk_size)
-    identified, hot = arranged.identified, loaded.hot
-    why_drafts_eager = graphs.why_drafts_are_eager(decode)
-    return CapturedModel(
-        config,
-        loaded.opened.facts,
-        plan,
-        part.model,
-        arranged.forward,
-        decode,
-        arranged.cache,
-        identified,
-        hot,
-        why_drafts_eager,
-        planned.draft,
-        planned.tower,
-        planned.expert_files,
-    )
+    return CapturedModel(arranged, config, decode, graphs.why_drafts_are_eager(decode))
 
 
 def _resolved(planned: Planned, opened: OpenedModel, cache_plan: CachePlan) -> ResolvedPlan:
@@ -337,12 +333,12 @@ def _resolved(planned: Planned, opened: OpenedModel, cache_plan: CachePlan) -> R
 
 def _new_pool(num_threads: int, cpu_activations: str) -> WorkerPool:
     """With nobody else's threads in its way."""
-    settle_torch_threads()
+    limit_torch_threads()
     crowded = why_crowded(num_threads)
     if crowded is not None:
         logger.warning("%s", crowded)
     pool = WorkerPool(num_threads, planes=1 + CPU_ACTIVATIONS.index(cpu_activations))
-    settle_slow_threads(pool)
+    measure_slow_threads(pool)
     return pool
 
 
@@ -373,12 +369,12 @@ def optimize_and_load_gguf(opened: OpenedModel, plan: Plan, max_len: int, progre
     modules, embedding = dict(opened.model.named_modules()), opened.model.get_input_embeddings()
     restore_buffers(opened.model)
     apply_plan(opened.model, plan)
-    settle_rotations(opened.model, max_len)
+    resolve_rotations(opened.model, max_len)
     if progress is None:
         load_plan(opened.model, plan, opened.source)
     else:
         load_plan(opened.model, plan, opened.source, lambda done, key: progress(done, total, key))
-    settle_buffers(modules, plan)
+    move_buffers(modules, plan)
     pass_context_to_recurrent(opened.model, plan)
     install_moves(modules, plan)
     pass_context_to_attention(opened.model)

@@ -23,7 +23,7 @@ from ktransformers.cache.paged import PagedCache
 from ktransformers.config import ATTENTION_PRODUCTS
 from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.kernels.cpu import WorkerPool
-from ktransformers.operators.attention.rope import SettledRotation
+from ktransformers.operators.attention.rope import ResolvedRotation
 from ktransformers.optimize.plan import Plan
 from ktransformers.weights.digests.files import WeightDigest
 from ktransformers.weights.digests.samples import digest_of, samples, tensor_sizes
@@ -167,7 +167,7 @@ def _arithmetic(opened: OpenedModel, plan: Plan, cache: PagedCache, pool: Worker
         found["attention_products"] = config.attention_products
     if "BF16" in opened.stored or config.cpu_prefill == "bf16":
         found["the processor"] = "one with products of bf16" if pool.has_bf16 else "one without products of bf16"
-    longest = sorted({module.longest for module in opened.model.modules() if isinstance(module, SettledRotation)})
+    longest = sorted({module.longest for module in opened.model.modules() if isinstance(module, ResolvedRotation)})
     if longest:
         found["the longest position"] = ", ".join(map(str, longest))
     return found

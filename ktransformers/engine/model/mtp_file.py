@@ -16,14 +16,14 @@ from dataclasses import replace
 from functools import partial
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.model.mtp_names import renamed_gguf
+from ktransformers.engine.model.mtp_names import with_names
 from ktransformers.errors import ConfigError
 from ktransformers.models.assistant_config import GGUF_ARCH
 from ktransformers.models.facts import ModelFacts
 from ktransformers.system.file_kinds import MTP_PREFIX, drafter_rank
 from ktransformers.weights.gguf.file import GGUFModel, beside, open_gguf
 
-__all__ = ["joined_with_layers", "settle_drafter"]
+__all__ = ["joined_with_layers", "resolve_drafter"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 _MIXER = "output_hc_"
 
 
-def settle_drafter(config: EngineConfig, model: GGUFModel) -> tuple[EngineConfig, GGUFModel | None]:
+def resolve_drafter(config: EngineConfig, model: GGUFModel) -> tuple[EngineConfig, GGUFModel | None]:
     """Return the file with a model's layers for multi-token prediction, where they are asked for and are in a file of
     their own, and the configuration that takes them: the file that --draft_model names, or, where the model's holds
     none, the one beside it whose name says so. None: there is none, or what drafts is an assistant, which the
@@ -74,7 +74,7 @@ def joined_with_layers(model: GGUFModel, layers: GGUFModel, facts: ModelFacts) -
         )
     logger.info("layers for multi-token prediction are read from %s", path)
     names = {name: ours for name in layers.tensors if (ours := _name_in_block(name, first)) is not None}
-    return GGUFModel([*renamed_gguf(layers, names).files, *model.files])
+    return GGUFModel([*with_names(layers, names).files, *model.files])
 
 
 def _name_in_block(name: str, first: int) -> str | None:

@@ -28,8 +28,7 @@ __all__ = [
     "PROJECTION",
     "STREAM_PROJECTIONS",
     "MtpNames",
-    "renamed_gguf",
-    "renamed_tensors",
+    "with_names",
 ]
 
 INPUT_NORMS, PROJECTION, OUTPUT_PROJECTION = ("enorm", "hnorm"), "eh_proj", "post_projection"
@@ -64,7 +63,7 @@ _OF_SECOND = re.compile(r"ffn_|exp_probs_b|post_attention_norm\.")
 
 @dataclass(frozen=True, slots=True)
 class MtpNames:
-    """What files call the tensors of one layer for multi-token prediction: {stored name: name in a model of it}.
+    """The names of one layer for multi-token prediction in files: {stored name: name in a model of that layer}.
 
     has_experts: whether it has a feed-forward block of experts. has_head: whether it has a head of its own.
     """
@@ -164,19 +163,15 @@ def _part_of(name: str, num_layers: int) -> _Part | None:
     return (None, f"{_OF_TOP[top]}.{rest}") if top in _OF_TOP else None
 
 
-_File = TypeVar("_File", bound=Any)
+_Files = TypeVar("_Files", bound=GGUFModel | SafetensorsModel)
 
 
-def _renamed(file: _File, names: Mapping[str, str]) -> _File:
-    tensors = {names[name]: replace(tensor, name=names[name]) for name, tensor in file.tensors.items() if name in names}
-    return replace(file, tensors=tensors)
-
-
-def renamed_tensors(model: SafetensorsModel, names: Mapping[str, str]) -> SafetensorsModel:
-    """Return the tensors of `names` alone, called as it says."""
-    return SafetensorsModel([_renamed(file, names) for file in model.files])
-
-
-def renamed_gguf(model: GGUFModel, names: Mapping[str, str]) -> GGUFModel:
-    """Return the tensors of `names` alone, called as it says, with all metadata."""
-    return GGUFModel([_renamed(file, names) for file in model.files])
+def with_names(model: _Files, names: Mapping[str, str]) -> _Files:
+    """Return a model's files with the tensors of `names` alone, {stored name: what it is called from now on}, and with
+    all metadata."""
+    files: list[Any] = list(model.files)
+    for at, file in enumerate(files):
+        stored = file.tensors.items()
+        kept = {names[name]: replace(tensor, name=names[name]) for name, tensor in stored if name in names}
+        files[at] = replace(file, tensors=kept)
+    return type(model)(files)

@@ -26,8 +26,8 @@ from ktransformers.engine.model.draft_model import check_same_tokens, draft_conf
 from ktransformers.engine.model.dspark import build_dspark, dspark_names
 from ktransformers.engine.model.file_layouts import note_layout
 from ktransformers.engine.model.mtp import build_mtp
-from ktransformers.engine.model.mtp_file import joined_with_layers, settle_drafter
-from ktransformers.engine.model.mtp_names import MtpNames, renamed_gguf, renamed_tensors
+from ktransformers.engine.model.mtp_file import joined_with_layers, resolve_drafter
+from ktransformers.engine.model.mtp_names import MtpNames, with_names
 from ktransformers.engine.model.skeleton import build_skeleton, check_kinds, check_model_type, load_hf_config
 from ktransformers.engine.model.tower import OpenedTower
 from ktransformers.engine.model.tower_files import open_projector, open_tower_of, tower_folder, with_projector
@@ -76,6 +76,9 @@ __all__ = [
 
 
 logger = logging.getLogger(__name__)
+
+_StoredModel = GGUFModel | SafetensorsModel
+"""The opened files of a model's weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +137,13 @@ def open_model(config: EngineConfig, target: OpenedModel | None = None) -> Opene
     path, kind = _weights_of(config)
     gguf, layers = open_gguf(path) if kind == "gguf" else None, None
     if gguf is not None and target is None:
-        config, layers = settle_drafter(config, gguf)
+        config, layers = resolve_drafter(config, gguf)
     whole = _hf_config(config, gguf, path)
     whole, projector = (whole, None) if gguf is None else with_projector(config, whole, gguf)
-    stored = None if gguf is not None else open_safetensors(path)
+    stored: _StoredModel = gguf or open_safetensors(path)
     if target is not None and is_assistant(whole):
-        return _open_assistant(replace(config, self_check=False), whole, gguf or stored, target)
-    tensors = (gguf or stored).tensors  # type: ignore[union-attr]
+        return _open_assistant(replace(config, self_check=False), whole, stored, target)
+    tensors = stored.tensors
     shapes = [tensor.shape for tensor in tensors.values()]
     shows_pictures = gguf is None and config.picture_folder is not None
     hf_config = take_text_config(whole, tensors.keys(), shows_pictures=shows_pictures)
@@ -152,23 +155,16 @@ def open_model(config: EngineConfig, target: OpenedModel | None = None) -> Opene
     if gguf is not None:
         note_layout(hf_config, facts, gguf)
     model = build_skeleton(hf_config, config.trust_remote_code)
-    parameters = {name: parameter.shape for name, parameter in model.named_parameters()}
-    source: WeightSource
-    tower = None
-    if gguf is not None:
-        source, files = GGUFSource(gguf, facts), [file.path for file in gguf.files]
-        folder = tower_folder(config, whole)
-        if projector is not None:
-            tower = open_projector(config, whole, projector)
-        elif folder is not None:
-            beside = open_safetensors(folder)
-            tower = open_tower_of(config, whole, beside, SafetensorsSource(beside, facts, parameters), facts)
-    else:
-        assert stored is not None
-        source, files = SafetensorsSource(stored, facts, parameters), [file.path for file in stored.files]
+    source, files, tower = _source_of(stored, facts, model), [file.path for file in stored.files], None
+    if isinstance(stored, SafetensorsModel) and isinstance(source, SafetensorsSource):
         tower = open_tower_of(config, whole, stored, source, facts)
+    elif projector is not None:
+        tower = open_projector(config, whole, projector)
+    elif (folder := tower_folder(config, whole)) is not None:
+        beside = open_safetensors(folder)
+        tower = open_tower_of(config, whole, beside, _safetensors_source(beside, facts, model), facts)
     check_parameters(model, source, shapes)
-    states, nbytes = _states(config, files), _bytes_by_type(gguf, stored)
+    states, nbytes = _states(config, files), _bytes_by_type(stored)
     opened = OpenedModel(
         config, model.config, facts, gguf, model, source, tuple(files), states, nbytes, has_head=has_head, tower=tower
     )
@@ -176,9 +172,21 @@ def open_model(config: EngineConfig, target: OpenedModel | None = None) -> Opene
         return replace(opened, draft=_open_draft(opened))
     if config.drafter != "mtp":
         return opened
-    if stored is not None and has_dspark(stored.tensors):
+    if isinstance(stored, SafetensorsModel) and has_dspark(stored.tensors):
         return _with_dspark(opened, stored)
-    return replace(opened, draft=_open_mtp(opened if layers is None else _with_layers(opened, layers), stored))
+    with_layers = opened if layers is None else _with_layers(opened, layers)
+    return replace(opened, draft=_open_mtp(with_layers, with_layers.gguf or stored))
+
+
+def _source_of(stored: _StoredModel, facts: ModelFacts, model: PreTrainedModel) -> WeightSource:
+    """The source of a skeleton's weights, whose parameters say how safetensors are read."""
+    if isinstance(stored, GGUFModel):
+        return GGUFSource(stored, facts)
+    return _safetensors_source(stored, facts, model)
+
+
+def _safetensors_source(stored: SafetensorsModel, facts: ModelFacts, model: PreTrainedModel) -> SafetensorsSource:
+    return SafetensorsSource(stored, facts, {name: one.shape for name, one in model.named_parameters()})
 
 
 def _with_layers(opened: OpenedModel, layers: GGUFModel) -> OpenedModel:
@@ -190,21 +198,20 @@ def _with_layers(opened: OpenedModel, layers: GGUFModel) -> OpenedModel:
     return replace(opened, hf_config=hf_config, gguf=joined, files=files, states=_states(config, files))
 
 
-def _open_mtp(target: OpenedModel, stored: SafetensorsModel | None) -> OpenedModel:
+def _open_mtp(target: OpenedModel, stored: _StoredModel) -> OpenedModel:
     """The target's own layer for multi-token prediction, as a model. Where there are several, each drafts the token
     behind that of the one whose `draft` it is. Raises UnsupportedError where the target has none."""
-    gguf, num_layers, config = target.gguf, target.facts.num_layers, target.hf_config
-    if gguf is not None:
-        found = MtpNames.of_gguf(gguf.tensors, num_layers, config)
+    num_layers, config = target.facts.num_layers, target.hf_config
+    if isinstance(stored, GGUFModel):
+        found = MtpNames.of_gguf(stored.tensors, num_layers, config)
     else:
-        assert stored is not None
         found = MtpNames.of_safetensors(stored.tensors, num_layers, config)
     why_not = mtp_family(target.facts.model_type).why_not
     if why_not is not None or not found:
         held = f"one that is not run: {why_not}" if why_not else "none, or one of a kind that is not known here"
-        if gguf is not None and any("markov" in name for name in gguf.tensors):
+        if any("markov" in name for name in stored.tensors):
             held = "a DSpark head, which is read from safetensors alone"
-        beside = "" if gguf is None or why_not else ", and no mtp-*.gguf is beside them"
+        beside = "" if target.gguf is None or why_not else ", and no mtp-*.gguf is beside them"
         raise UnsupportedError(
             f"--speculative mtp: of layers for multi-token prediction, the files of this model "
             f"({target.facts.model_type}) hold {held}{beside}; take --speculative ngram, or --draft_model"
@@ -216,22 +223,17 @@ def _open_mtp(target: OpenedModel, stored: SafetensorsModel | None) -> OpenedMod
     return draft
 
 
-def _open_mtp_layer(target: OpenedModel, stored: SafetensorsModel | None, names: MtpNames, index: int) -> OpenedModel:
+def _open_mtp_layer(target: OpenedModel, stored: _StoredModel, names: MtpNames, index: int) -> OpenedModel:
     """Layer `index` for multi-token prediction of a model. Raises UnsupportedError."""
-    config, gguf = mtp_layer_config(target.config), target.gguf
+    config = mtp_layer_config(target.config)
     hf_config = mtp_config(target.hf_config, has_experts=names.has_experts, index=index)
     facts = _facts_of(hf_config, config.trust_remote_code)
+    stored = with_names(stored, names.names)
+    gguf = stored if isinstance(stored, GGUFModel) else None
     if gguf is not None:
-        gguf = renamed_gguf(gguf, names.names)
         note_layout(hf_config, facts, gguf)
     model = build_mtp(hf_config, config.trust_remote_code, has_head=names.has_head)
-    source: WeightSource
-    if gguf is not None:
-        source = GGUFSource(gguf, facts)
-    else:
-        assert stored is not None
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        source = SafetensorsSource(renamed_tensors(stored, names.names), facts, shapes)
+    source = _source_of(stored, facts, model)
     return replace(target, config=config, hf_config=model.config, facts=facts, gguf=gguf, model=model, source=source)
 
 
@@ -250,8 +252,7 @@ def _with_dspark(target: OpenedModel, stored: SafetensorsModel) -> OpenedModel:
     config, hf_config = mtp_layer_config(target.config), dspark_config(target.hf_config, found)
     facts = _facts_of(hf_config, config.trust_remote_code)
     model = build_dspark(hf_config, found, config.trust_remote_code)
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    source = SafetensorsSource(renamed_tensors(stored, names), facts, shapes)
+    source = _safetensors_source(with_names(stored, names), facts, model)
     draft = replace(
         target, config=config, hf_config=model.config, facts=facts, model=model, source=source, dspark=found
     )
@@ -259,21 +260,18 @@ def _with_dspark(target: OpenedModel, stored: SafetensorsModel) -> OpenedModel:
 
 
 def _open_assistant(
-    config: EngineConfig, whole: PretrainedConfig, stored: GGUFModel | SafetensorsModel | None, target: OpenedModel
+    config: EngineConfig, whole: PretrainedConfig, stored: _StoredModel, target: OpenedModel
 ) -> OpenedModel:
     """An assistant of Gemma 4, as the model that drafts. Raises UnsupportedError for another target than its own."""
     hf_config = assistant_config(whole)
     facts = ModelFacts.of(hf_config)
     model = build_assistant(whole, hf_config, facts, target.facts)
-    assert stored is not None
-    files, gguf = tuple(file.path for file in stored.files), None
-    source: WeightSource
+    files = tuple(file.path for file in stored.files)
     if isinstance(stored, GGUFModel):
-        gguf = renamed_gguf(as_gemma4(stored), assistant_gguf_names(stored.tensors))
-        source = GGUFSource(gguf, facts)
+        stored = gguf = with_names(as_gemma4(stored), assistant_gguf_names(stored.tensors))
     else:
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        source = SafetensorsSource(renamed_tensors(stored, assistant_names(stored.tensors, whole)), facts, shapes)
+        stored, gguf = with_names(stored, assistant_names(stored.tensors, whole)), None
+    source = _source_of(stored, facts, model)
     return OpenedModel(config, model.config, facts, gguf, model, source, files, _states(config, files))
 
 
@@ -307,12 +305,14 @@ def _states(config: EngineConfig, files: Sequence[Path]) -> tuple[FileState, ...
     return states_of([*files, *code])
 
 
-def _bytes_by_type(gguf: GGUFModel | None, stored: SafetensorsModel | None) -> Counter[str]:
+def _bytes_by_type(stored: _StoredModel) -> Counter[str]:
     counts: Counter[str] = Counter()
-    for tensor in () if gguf is None else gguf.tensors.values():
-        counts[tensor.qtype.name] += tensor.nbytes
-    for part in () if stored is None else stored.tensors.values():
-        counts[part.dtype] += part.nbytes
+    if isinstance(stored, GGUFModel):
+        for tensor in stored.tensors.values():
+            counts[tensor.qtype.name] += tensor.nbytes
+    else:
+        for part in stored.tensors.values():
+            counts[part.dtype] += part.nbytes
     return counts
 
 

@@ -17,7 +17,7 @@ import torch
 from ktransformers.kernels.cpu import WorkerPool, limits
 from ktransformers.system.cores import usable_cpus
 
-__all__ = ["settle_slow_threads", "settle_torch_threads"]
+__all__ = ["limit_torch_threads", "measure_slow_threads"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ _GAIN = 1.05
 """What is read with efficiency cores, by what is read without, from which on steps of few rows have them."""
 
 
-def settle_torch_threads() -> None:
+def limit_torch_threads() -> None:
     """Make sure that torch's idle threads do not spin: where they would, torch gets one thread in this process.
 
     Otherwise it gets no more than there are cores, by the CPU quota too, of which torch knows nothing.
@@ -38,7 +38,7 @@ def settle_torch_threads() -> None:
     logger.info("torch computes on one thread, because its others would spin; OMP_WAIT_POLICY=passive lets it use more")
 
 
-def settle_slow_threads(
+def measure_slow_threads(
     pool: WorkerPool, read: Callable[[WorkerPool, int, int], float] = limits.read_bandwidth
 ) -> None:
     """Measure, on a hybrid processor, whether efficiency cores read memory faster beside the performance cores than

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ktransformers.config import EngineConfig
-from ktransformers.engine.model.mtp_names import renamed_tensors
+from ktransformers.engine.model.mtp_names import with_names
 from ktransformers.errors import TensorMismatchError, UnsupportedError, reason_of
 from ktransformers.kernels.types import QuantType
 from ktransformers.models.composite import num_heads_of, text_config_of
@@ -119,7 +119,7 @@ def open_tower(
     Raises UnsupportedError, with the reason, for a model that has none, and TensorMismatchError for a part of one.
     """
     model = build_tower(whole)
-    files = renamed_tensors(stored, {name: name for name in text.others})
+    files = with_names(stored, {name: name for name in text.others})
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     names = CheckpointNames.of_model(model, files.tensors)
     tower = OpenedTower(model, SafetensorsSource(files, replace(facts, composite_type=None), shapes, names))

@@ -21,9 +21,9 @@ from ktransformers.config import hot_slots
 from ktransformers.engine.model.fingerprint import ModelDigests
 from ktransformers.engine.model.hot_file import HotFile
 from ktransformers.engine.model.opened import OpenedModel
-from ktransformers.engine.model.skeleton import cache_shapes
 from ktransformers.engine.plan.attention import choose_attention, materialization_nbytes
 from ktransformers.engine.plan.cache_plan import CachePlan
+from ktransformers.engine.plan.cache_shapes import cache_shapes
 from ktransformers.engine.plan.draft_steps import check_lenders
 from ktransformers.engine.plan.expert_disk import has_files, open_expert_files
 from ktransformers.engine.plan.hardware import Hardware

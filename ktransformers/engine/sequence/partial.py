@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ktransformers.core import SamplingParams
 from ktransformers.media.records import MediaItem
+from ktransformers.scheduler.records import Request
 
 __all__ = ["PartialGeneration"]
 
@@ -22,5 +23,10 @@ class PartialGeneration:
 
     @property
     def token_ids(self) -> list[int]:
-        """The prompt, then the answer so far."""
+        """Token ids of the prompt, then of the answer so far."""
         return [*self.prompt_ids, *self.answer_ids]
+
+    @property
+    def request(self) -> Request:
+        """The request that goes on with the answer."""
+        return Request(prompt_ids=self.prompt_ids, params=self.params, answer_ids=self.answer_ids, media=self.media)

@@ -16,7 +16,7 @@ from ktransformers.profiling.messages import ProfileMeta
 from ktransformers.system.cpu_names import cpu_name
 
 if TYPE_CHECKING:
-    from ktransformers.engine.load.builder import LoadedModel
+    from ktransformers.engine.load.builder import Engine
 
 __all__ = [
     "card_meta",
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks)\.(\d+)\.")
 
 
-def model_meta(engine: LoadedModel, backend: str) -> ProfileMeta:
+def model_meta(engine: Engine, backend: str) -> ProfileMeta:
     """Describe a loaded model and where it runs, for a profile."""
     from ktransformers.operators.experts.routed import KTransformersExperts  # late: it imports every kernel
 

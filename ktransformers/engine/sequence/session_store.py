@@ -91,7 +91,7 @@ class PageStore:
             for name, tensor in self._cache.tensors().items():
                 _bytes(room[name])[at * size : at * size + len(rows)] = _bytes(tensor)[rows.to(tensor.device)].cpu()
             at = len(pages)
-        _settle(self._cache)
+        _synchronize(self._cache)
         offloaded, _ = self._pages.find_offloaded("", token_ids, at)
         most = max(PIECE_BYTES // max(self._cache.nbytes // self._cache.num_pages, 1), 1)
         in_memory = list(takewhile(lambda copy: copy.slot is not None, offloaded[:most]))
@@ -111,7 +111,7 @@ class PageStore:
         """Take the states behind the longest lengths within these tokens that have some."""
         pages, slots = self._pages.find("", token_ids)
         _, offloaded = self._pages.find_offloaded("", token_ids, len(pages))
-        _settle(self._cache)
+        _synchronize(self._cache)
         found: States = {}
         for length in sorted(slots.keys() | offloaded.keys(), reverse=True)[:MOST_STATES]:
             copy = offloaded.get(length)
@@ -153,7 +153,7 @@ class PageStore:
                     new = file.tensors[name][first * size : first * size + len(rows)]
                     _bytes(tensor)[rows.to(tensor.device)] = _bytes(new).to(tensor.device)
             _put_states(self._cache, file, slots)
-            _settle(self._cache)
+            _synchronize(self._cache)
 
         return self._pages.adopt("", file.token_ids[: header.cached_len], header.state_lens, fill)
 
@@ -188,7 +188,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(len(tensor), -1).view(torch.uint8)
 
 
-def _settle(cache: PagedCache) -> None:
+def _synchronize(cache: PagedCache) -> None:
     """Copies to GPUs are over before a step on another stream reads them."""
     for device in {tensor.device for tensor in cache.tensors().values() if tensor.is_cuda}:
         torch.cuda.synchronize(device)

@@ -18,11 +18,11 @@ import torch
 from ktransformers.cache.paged import PagedCache
 from ktransformers.engine.damage.errors import NotFiniteError
 from ktransformers.engine.media.family import PictureFamily
-from ktransformers.engine.media.features import PictureEncoder
 from ktransformers.engine.sampling.logits_request import StepLogits
-from ktransformers.engine.sampling.sampler import RequestSampler, TokenMask, sample_each
+from ktransformers.engine.sampling.sampler import RequestSampler, sample_each
 from ktransformers.engine.step.context import ForwardBatch, OneTokenStep, paged_context
-from ktransformers.engine.step.drafts import EngineDrafter, computed_rows, with_drafts
+from ktransformers.engine.step.drafts import computed_rows, with_drafts
+from ktransformers.engine.step.executor_parts import ExecutorParts
 from ktransformers.engine.step.executor_runs import (
     FIRST_ROW,
     ONE_KEPT,
@@ -41,8 +41,6 @@ from ktransformers.engine.step.executor_runs import (
     with_pictures,
 )
 from ktransformers.engine.step.hidden import Pooled
-from ktransformers.engine.step.hot import StepExperts
-from ktransformers.engine.step.kv_offload import TieredCache
 from ktransformers.errors import ConfigError, KTransformersError
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.cpu.expert_store import ReadError
@@ -67,24 +65,14 @@ logger = logging.getLogger(__name__)
 class PagedExecutor:
     """Executes steps in their order. One caller at a time.
 
-    experts: asked after each step what StepResult says of them, of counts while counts_experts says that somebody wants
-    to know. mask_of: asked when a run starts, for what decides which tokens may come next (structured output).
-    eos_token_ids: see RequestSampler. recorder: takes what steps took while a profile is written; set between steps.
-    new_runtime: makes what records what is below Python, for a recorder. tiers: what is below the cache. hand_over:
-    called in steps that do not run apart, once others may have Python: right before they are computed. mend_model: see
-    Ranks.recover. drafter: finds draft tokens that a plan leaves to the engine. pictures: computes pictures; None:
-    requests with some end. find_damage: what to say of the weights where logits or an embedding are no numbers.
+    recorder: takes what steps took while a profile is written; set between steps. counts_experts: whether somebody
+    wants to know how often each expert was used. notify: called in steps that do not run apart, once others may have
+    Python: right before they are computed. drafter, pictures, tiers: see ExecutorParts.
     """
 
     recorder: Recorder | None = None
-    drafter: EngineDrafter | None = None
-    tiers: TieredCache | None = None
-    pictures: PictureEncoder | None = None
     counts_experts = True
-    hand_over: Callable[[], None] | None = None
-    new_runtime: Callable[[], Runtime | None] = staticmethod(lambda: None)
-    mend_model: Callable[[], None] = staticmethod(lambda: None)
-    find_damage: Callable[[], str] = staticmethod(str)
+    notify: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -92,14 +80,17 @@ class PagedExecutor:
         cache: PagedCache,
         pool: WorkerPool,
         vocab_size: int,
-        experts: StepExperts | None = None,
-        mask_of: Callable[[NewSequence], TokenMask | None] | None = None,
-        eos_token_ids: Sequence[int] = (),
+        parts: ExecutorParts | None = None,
     ):
         self.runner, self._cache, self._pool, self._vocab_size = runner, cache, pool, vocab_size
-        self.experts = experts or StepExperts()
-        self._mask_of = mask_of or (lambda start: None)
-        self._eos_token_ids = tuple(eos_token_ids)
+        self._parts = parts = parts or ExecutorParts()
+        self.experts, self.drafter, self.pictures, self.tiers = (
+            parts.experts,
+            parts.drafter,
+            parts.pictures,
+            parts.tiers,
+        )
+        self._eos_token_ids = tuple(parts.eos_token_ids)
         self._pool_size = max((shape.index_pool for shape in cache.shapes), default=1)
         self._runs: dict[int, ExecutorRun] = {}
         self._previous: list[int] = []  # tokens that the step before sampled, by sampled row
@@ -134,8 +125,12 @@ class PagedExecutor:
     def recover(self) -> None:
         """Make the model whole again after a StageLostError, and forget all runs. Raises EngineError where it cannot
         be."""
-        self.mend_model()
+        self._parts.recover()
         self.reset()
+
+    def new_runtime(self) -> Runtime | None:
+        """Return the runtime by which native code records in profiles; None without any."""
+        return self._parts.new_runtime()
 
     def begin(self, plan: StepPlan) -> None:
         """Let the stages before this one, if there are any, compute the step already. To be called in order.
@@ -253,7 +248,7 @@ class PagedExecutor:
         inputs = self._begun.pop(plan.step_id, None) or self._inputs(plan, self._step)
         self._complete(inputs)
         rows, draft_seconds = with_drafts(self.drafter, plan.rows, inputs)
-        self.runner.meanwhile = meanwhile or self.hand_over
+        self.runner.meanwhile = meanwhile or self.notify
         kept, recorder = inputs.kept, self.recorder
         if recorder is not None:
             recorder.begin_step(plan.step_id, plan.num_tokens, [kept.rows[at] for at in kept.sampled])
@@ -336,7 +331,7 @@ class PagedExecutor:
 
     def _started(self, start: NewSequence) -> ExecutorRun:
         def sampler_of(prompt_ids: Sequence[int]) -> RequestSampler:
-            mask = self._mask_of(start)
+            mask = self._parts.mask_of(start)
             prompt_ids = [one for one in prompt_ids if one < self._vocab_size] if start.media else prompt_ids
             return RequestSampler(start.params, prompt_ids, self._vocab_size, mask, eos_token_ids=self._eos_token_ids)
 
@@ -378,7 +373,7 @@ class PagedExecutor:
 
     def _said(self, error: KTransformersError) -> str:
         """What a row's error says, with the tensor that is damaged where one may be."""
-        return str(error.with_damage(self.find_damage()) if isinstance(error, NotFiniteError) else error)
+        return str(error.with_damage(self._parts.find_damage()) if isinstance(error, NotFiniteError) else error)
 
     def _token_ids(self, rows: Sequence[ScheduledSequence]) -> tuple[npt.NDArray[np.int64], list[tuple[int, int]]]:
         """The tokens of rows, one in the place of each pseudo-id, and which of them are still to be sampled: see

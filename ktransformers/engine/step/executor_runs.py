@@ -112,7 +112,7 @@ class ExecutorRun:
 
     @property
     def shift(self) -> int:
-        """What rotary positions behind the prompt are further than indices."""
+        """The difference between rotary positions and indices behind the prompt, which pictures make."""
         return 0 if self.pictures is None else self.pictures.shift
 
     def is_plain(self, row: ScheduledSequence, pool: int) -> bool:

@@ -23,8 +23,8 @@ from ktransformers.kernels.transfer.copies import PinnedRanges
 from ktransformers.operators.base import ExpertStats
 from ktransformers.operators.device import Device, StepFollower
 from ktransformers.operators.expert_files import ExpertFiles
+from ktransformers.operators.experts.gpu_slots import HotLayer, HotPool, kind_of
 from ktransformers.operators.experts.host_experts import copied_experts
-from ktransformers.operators.experts.hot import HotLayer, HotPool, kind_of
 from ktransformers.operators.experts.lending import NO_LONG_STEPS, Lending, LongSteps, choose_long_steps
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.experts.split import PrefillRates

@@ -25,7 +25,7 @@ from ktransformers.operators.recognize.embedding import recognize_input_scale
 from ktransformers.operators.recurrent.ngram_embedding import KPerLayerEmbedding
 from ktransformers.optimize.plan import Plan
 
-__all__ = ["StepLayout", "install_moves", "move_into", "rotations_of", "settle_buffers"]
+__all__ = ["StepLayout", "install_moves", "move_buffers", "move_into", "rotations_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class StepLayout:
         inputs = embedded[..., hidden:].reshape(*embedded.shape[:-1], layers, columns)
         return {"inputs_embeds": embedded[..., :hidden], "per_layer_inputs": inputs}
 
-    def settle(self) -> None:
+    def synchronize_usages(self) -> None:
         """Wait, when a step's results are here, for what other GPUs still have on the way to the host, which is
         little."""
         counted = [device for device in self.devices if device.usages]
@@ -121,7 +121,7 @@ class StepLayout:
 
     def finish(self, num_rows: int) -> None:
         """Finish a step of num_rows rows, which is over. Raises EngineError when experts failed on the CPU in it."""
-        self.settle()
+        self.synchronize_usages()
         self.check_experts()
         self.finished(num_rows)
 
@@ -270,7 +270,7 @@ def _visit(module: nn.Module, device: Device) -> None:
     module.register_forward_hook(after)
 
 
-def settle_buffers(modules: Mapping[str, nn.Module], plan: Plan) -> None:
+def move_buffers(modules: Mapping[str, nn.Module], plan: Plan) -> None:
     """Move buffers that no checkpoint holds to the devices of their modules. Call when all is loaded."""
     for entry in plan.entries:
         device = plan.devices[entry.placement.generate_device]

@@ -163,7 +163,7 @@ class ModelRunner:
         if isinstance(failed, EngineError):
             decode.drop_released()
         if failed is None:
-            layout.settle()
+            layout.synchronize_usages()
             layout.finished(unfinished)
         return failed
 

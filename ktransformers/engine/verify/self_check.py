@@ -33,7 +33,7 @@ from ktransformers.engine.verify.reference_module import StoredWeights, build_re
 from ktransformers.errors import MODULE_FAILURES, KTransformersError, UnsupportedError, named_reason
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.registry import is_tested
-from ktransformers.operators.attention.rope import settle_rotations
+from ktransformers.operators.attention.rope import resolve_rotations
 from ktransformers.operators.comparison import MEDIAN, Measure, Tolerance, difference, quantile
 from ktransformers.operators.layers.cpu import FusedLayer
 from ktransformers.operators.layers.streams import StreamsLayer
@@ -173,7 +173,7 @@ class _Check:
         self.is_rough = any(device.dtype is not torch.float32 for device in ours.layout.devices)
         try:
             self.reference = build_reference_model(config, opened.config.trust_remote_code)
-            settle_rotations(self.reference, max_len)
+            resolve_rotations(self.reference, max_len)
             self.layers = model_layers(self.reference)
             self.weights = StoredWeights(self.reference, TiedSource(opened.source, plan.tied), plan, ours.pool)
             self.last_rows = self._limit_wide_parts()

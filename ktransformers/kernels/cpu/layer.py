@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ktransformers.kernels.attention_call import KvScales
+from ktransformers.kernels.attention_call import KvScales, RowPages
 from ktransformers.kernels.cpu.base import WorkerPool, check_tensor, check_weight, layout_of
 from ktransformers.kernels.cpu.kv import check_scales, kv_type
 from ktransformers.kernels.cpu.moe import MoeKernel
@@ -99,7 +99,7 @@ NativeMemory = tuple[int, int, int, int, int, int, bool]
 
 class AttentionStep:
     """The rows of a step as attention takes them, shared by all layers of a kind. cos, sin fp32 [T, D_rot]; slots int64
-    [T]; block_table int32 [S, P]; seq_ids int32 [T]; kv_lens int32 [T]: see operators.context.ForwardContext.
+    [T]; pages: with seq_ids and kv_lens of int32.
 
     Raises TypeError or ValueError for tensors that do not fit each other.
     """
@@ -107,16 +107,8 @@ class AttentionStep:
     __slots__ = ("_kept", "addresses", "rotary_dims", "rows", "sizes")
 
     @untraced
-    def __init__(
-        self,
-        cos: Tensor,
-        sin: Tensor,
-        slots: Tensor,
-        block_table: Tensor,
-        page_size: int,
-        seq_ids: Tensor,
-        kv_lens: Tensor,
-    ):
+    def __init__(self, cos: Tensor, sin: Tensor, slots: Tensor, pages: RowPages):
+        block_table, seq_ids, kv_lens = pages.block_table, pages.seq_ids, pages.kv_lens
         check_tensor("cos", cos, (None, None))
         self.rows, self.rotary_dims = cos.shape
         check_tensor("sin", sin, (self.rows, self.rotary_dims))
@@ -129,7 +121,7 @@ class AttentionStep:
             cos.data_ptr(), sin.data_ptr(), slots.data_ptr(), block_table.data_ptr(), seq_ids.data_ptr(),
             kv_lens.data_ptr(),
         )  # fmt: skip
-        self.sizes = (self.rows, *block_table.shape, block_table.stride(0), page_size)
+        self.sizes = (self.rows, *block_table.shape, block_table.stride(0), pages.page_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ _SCORINGS = extension.scoring_kinds()
 
 
 class Scoring(IntEnum):
-    """What makes an expert's score of a row's logits: a softmax over all experts, or a sigmoid of each logit."""
+    """Function that makes scores of a row's logits: a softmax over all experts, or a sigmoid of each logit."""
 
     SOFTMAX = _SCORINGS["SOFTMAX"]
     SIGMOID = _SCORINGS["SIGMOID"]

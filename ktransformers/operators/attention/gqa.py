@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -38,7 +38,7 @@ from ktransformers.operators.device import use
 from ktransformers.operators.recognize.attention import recognize_attention, recognize_temperature
 from ktransformers.operators.wrapper import WrapperOperator
 
-__all__ = ["ATTENTION_NAME", "KAttention", "attention_forward", "register_attention"]
+__all__ = ["ATTENTION_NAME", "AttentionOptions", "KAttention", "attention_forward", "register_attention"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,45 +51,82 @@ _NEUTRAL_KWARGS = frozenset(
 )  # fmt: skip
 
 
-def attention_forward(  # noqa: PLR0913 - as transformers calls it
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionOptions:
+    """Keyword arguments that modules of transformers pass to attention.
+
+    scaling: of dot products; None: the head's size to the power -0.5. softcap bounds the logits (Gemma 2). s_aux [Hq]
+    are attention sinks. query_factors [T] multiply queries (Llama 4). block_indices: what a KBlockIndexer made.
+    """
+
+    scaling: float | None = None
+    dropout: float = 0.0
+    sliding_window: int | None = None
+    softcap: float | None = None
+    s_aux: torch.Tensor | None = None
+    query_factors: torch.Tensor | None = None
+    block_indices: PendingChoice | ChoiceMask | None = None
+    forward_context: ForwardContext | None = None
+
+    @classmethod
+    def of(cls, module: nn.Module, given: Mapping[str, Any]) -> AttentionOptions:
+        """Read what `module` passes by keyword. Raises UnsupportedError for what would change the result."""
+        options = cls(**{name: given[name] for name in _OPTIONS & given.keys()})
+        unknown = sorted(name for name in given.keys() - _OPTIONS - _NEUTRAL_KWARGS if given[name] is not None)
+        if unknown or options.dropout:
+            what = ", ".join(unknown) or "dropout"
+            raise UnsupportedError(f"{type(module).__name__} passes {what} to attention, which is not supported")
+        return options
+
+    def of_call(self, module: nn.Module, shape: LayerShape) -> dict[str, Any]:
+        """Return the fields of an AttentionCall. Raises UnsupportedError for a window within chunks."""
+        if shape.chunk and self.sliding_window:
+            raise UnsupportedError(
+                f"{type(module).__name__} has a window within chunks of positions, which is not supported"
+            )
+        return {
+            "window": shape.chunk or self.sliding_window or 0,
+            "is_chunked": bool(shape.chunk),
+            "sinks": None if self.s_aux is None else self.s_aux.float().contiguous(),
+            "softcap": self.softcap or 0.0,
+        }
+
+
+_OPTIONS = frozenset(field.name for field in fields(AttentionOptions))
+
+
+def attention_forward(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | ChoiceMask | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    query_factors: torch.Tensor | None = None,
-    block_indices: PendingChoice | ChoiceMask | None = None,
-    forward_context: ForwardContext | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Write the step's keys and values to the cache, then attend.
+    """Write the step's keys and values to the cache, then attend, called as transformers calls attention.
 
-    query [1, Hq, T, D]; key, value [1, Hkv, T, D]; returns [1, T, Hq, D]; all fp32, or of a GPU's type. s_aux [Hq] are
-    attention sinks; softcap bounds the logits (Gemma 2); query_factors [T] multiply queries (Llama 4); block_indices:
-    what a KBlockIndexer made, and attention_mask what a KPooledIndexer did. Raises UnsupportedError for an argument
-    that would change the result.
+    query [1, Hq, T, D]; key, value [1, Hkv, T, D]; returns [1, T, Hq, D]; all fp32, or of a GPU's type.
+    attention_mask: what a KPooledIndexer made, or None. kwargs: see AttentionOptions. Raises UnsupportedError for an
+    argument that would change the result.
     """
+    given = AttentionOptions.of(module, kwargs)
+    chosen = given.block_indices
     if isinstance(attention_mask, ChoiceMask):
-        block_indices, attention_mask = attention_mask, None
-    context = _checked(module, forward_context, attention_mask, dropout, kwargs)
-    if query_factors is not None:
-        query = (query * query_factors[:, None]).to(query.dtype)
+        chosen, attention_mask = attention_mask, None
+    context = _checked(module, given.forward_context, attention_mask)
+    if given.query_factors is not None:
+        query = (query * given.query_factors[:, None]).to(query.dtype)
     layer_idx = module.layer_idx
     assert isinstance(layer_idx, int)
     keys, values = context.cache.layer(layer_idx)
     shape, scales = context.cache.shape(layer_idx), context.cache.scales(layer_idx)
-    options = _options(module, shape, sliding_window, softcap, s_aux)
+    options = given.of_call(module, shape)
     context = context.on(keys.device)
-    topk_positions = _selection(module, block_indices, context, options)
+    topk_positions = _selection(module, chosen, context, options)
     # [T, heads, D]; keys and values that another layer made may be on that one's device
     rows = query[0].transpose(0, 1), _here(key, query), _here(value, query)
     is_on_gpu = context.cache.is_on_gpu(layer_idx)
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    scale = query.shape[-1] ** -0.5 if given.scaling is None else float(given.scaling)
     q = rows[0] if is_on_gpu else rows[0].contiguous()
     call = AttentionCall(q, keys, values, context.pages, scale, scales=scales, **options)
     if is_on_gpu:
@@ -103,47 +140,22 @@ def attention_forward(  # noqa: PLR0913 - as transformers calls it
 
 
 def _checked(
-    module: nn.Module,
-    forward_context: ForwardContext | None,
-    attention_mask: torch.Tensor | None,
-    dropout: float,
-    others: dict[str, Any],
+    module: nn.Module, forward_context: ForwardContext | None, attention_mask: torch.Tensor | None
 ) -> ForwardContext:
-    """The step's context. Raises UnsupportedError for what attention is handed and does not know.
-
-    others: what was given by keyword.
-    """
+    """The step's context. Raises UnsupportedError where there is none, or a mask."""
     if forward_context is None:
         raise UnsupportedError(
             f"{type(module).__name__} is given no forward_context: it runs outside of the engine, or its model does "
             "not hand keyword arguments down to attention, which every supported family does"
         )
-    unknown = sorted(name for name in others if name not in _NEUTRAL_KWARGS and others[name] is not None)
-    if unknown or attention_mask is not None or dropout:
-        what = ", ".join(unknown) or ("attention_mask" if attention_mask is not None else "dropout")
-        raise UnsupportedError(f"{type(module).__name__} passes {what} to attention, which is not supported")
+    if attention_mask is not None:
+        raise UnsupportedError(f"{type(module).__name__} passes attention_mask to attention, which is not supported")
     if _is_tempered(module):
         raise UnsupportedError(
             f"{type(module).__name__} scales queries by positions that it counts from 0 in every step; a rule with "
             "KAttention for it counts them right"
         )
     return forward_context
-
-
-def _options(
-    module: nn.Module, shape: LayerShape, window: int | None, softcap: float | None, sinks: torch.Tensor | None
-) -> dict[str, Any]:
-    """Of the kernels. Raises UnsupportedError for a window within chunks."""
-    if shape.chunk and window:
-        raise UnsupportedError(
-            f"{type(module).__name__} has a window within chunks of positions, which is not supported"
-        )
-    return {
-        "window": shape.chunk or window or 0,
-        "is_chunked": bool(shape.chunk),
-        "sinks": None if sinks is None else sinks.float().contiguous(),
-        "softcap": softcap or 0.0,
-    }
 
 
 def _here(states: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
@@ -243,7 +255,7 @@ def _is_tempered(module: nn.Module) -> bool:
 
 
 @functools.cache
-def _say_expanded(kind: str) -> None:
+def _log_expanded(kind: str) -> None:
     """Once for a kind of module, not for every layer."""
     logger.warning(
         "%s is latent attention: KAttention caches its keys and values expanded, which takes many times the memory; "
@@ -268,7 +280,7 @@ class KAttention(WrapperOperator):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         if getattr(self.inner, "kv_lora_rank", None) is not None:
-            _say_expanded(type(self.inner).__name__)
+            _log_expanded(type(self.inner).__name__)
         self.spec = recognize_attention(self.inner) if self.device.is_gpu and not self._has_chunks() else None
         self._parts: GqaParts | None = None  # on a GPU, once bound
         self.can_be_sparse = getattr(self.inner, "indexer", None) is not None

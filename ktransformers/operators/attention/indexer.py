@@ -81,7 +81,7 @@ class ChoiceMask:
 
 @dataclass(frozen=True, slots=True)
 class PendingChoice:
-    """What a module passes from its indexer to attention, which has the step's context and has the choice made."""
+    """Value that a module passes from its indexer to attention, which has the step's context and makes the choice."""
 
     indexer: KIndexer
     inputs: IndexInputs

@@ -194,10 +194,8 @@ class GpuLatent:
             latent = gathered[:, :rank].expand(len(k_b), -1, -1)
             torch.bmm(latent, k_b.transpose(1, 2), out=keys)
             torch.bmm(latent, v_b, out=values)
-            materialized_attention(
-                q[:, heads], q_rot[:, heads], keys, gathered[:, rank:], values, batch.tiles, step.scale,
-                out[:, heads], batch.tile,
-            )  # fmt: skip
+            queries, cached = (q[:, heads], q_rot[:, heads]), (keys, gathered[:, rank:], values)
+            materialized_attention(queries, cached, batch.tiles, step.scale, out[:, heads], batch.tile)
 
 
 class _Room:

@@ -25,7 +25,7 @@ _NEEDED = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
 
 
 class Gate(Enum):
-    """What multiplies the heads' results: sigmoids of the columns of a projection, whose name is the value."""
+    """Factors of the heads' results: sigmoids of the columns of a projection, whose name is the value."""
 
     NONE = ""
     HEADS = "g_proj"

@@ -68,7 +68,7 @@ _LEAST_ROTARY = 16
 
 
 @functools.cache
-def _say_absorbed() -> None:
+def _log_absorbed() -> None:
     """Once, not for every layer."""
     logger.info("absorb_for_prefill: false has no effect on the CPU, where latent attention is absorbed in both phases")
 
@@ -111,7 +111,7 @@ class KMLAAttention(WrapperOperator):
         self._flash: FlashLayer | None = None
         self._choice: MaterializationPolicy | None = None
         if absorb_for_prefill is False and not self.device.is_gpu:
-            _say_absorbed()
+            _log_absorbed()
         if self.device.is_gpu:
             self.rope_dim = spec.rope_dim or _LEAST_ROTARY
             check_gpu_shape(key, self.rank, self.rope_dim)
@@ -155,7 +155,7 @@ class KMLAAttention(WrapperOperator):
 
     @property
     def prefill_choice(self) -> MaterializationPolicy | None:
-        """How prefill steps choose between absorbed and expanded keys, once that is settled."""
+        """How prefill steps choose between absorbed and expanded keys, once that is decided."""
         return self._choice
 
     @override
@@ -359,7 +359,7 @@ class KMLAAttention(WrapperOperator):
         inner: Any = self.inner
         rotation = Rotation(*self.angles(position_embeddings, forward_context))
         keys, _ = forward_context.cache.layer(self.layer_idx)
-        assert self._compressions is not None, f"{self.key} is not settled"
+        assert self._compressions is not None, f"{self.key} is not bound"
         assert self._latent_norm is not None
         assert self._norm_weight is not None
         context = forward_context.on(keys.device)

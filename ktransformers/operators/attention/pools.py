@@ -62,7 +62,7 @@ class PoolStep:
 
     @property
     def pages(self) -> RowPages:
-        """What the rows see of the entries, as kernels take it: pages of one pool."""
+        """The entries that the rows see, as kernels take it: pages of one pool."""
         return RowPages(self.table, 1, self.context.seq_ids, self.counts)
 
     @property

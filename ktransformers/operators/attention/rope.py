@@ -17,7 +17,7 @@ from ktransformers.operators.base import OperatorConfig, OperatorRuntime, Placem
 from ktransformers.operators.exact import NativeMathMode
 from ktransformers.operators.wrapper import WrapperOperator
 
-__all__ = ["KRotaryEmbedding", "SettledRotation", "settle_rotations"]
+__all__ = ["KRotaryEmbedding", "ResolvedRotation", "resolve_rotations"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ _ASKED_AT = 4093
 """A position at which all columns are others than at 0, those of slow angles too."""
 
 
-class SettledRotation(nn.Module):
+class ResolvedRotation(nn.Module):
     """A rotary embedding whose angles depend on the longest position of a step, called as if each step had `longest`.
 
     Otherwise a row would depend on its neighbours and on the size of chunks, and keys that are cached could not be used
@@ -56,7 +56,7 @@ def _depends_on_sequence(module: nn.Module) -> bool:
     return any(isinstance(kind, str) and kind not in STATIC_ROPE_TYPES for kind in kinds)
 
 
-def settle_rotations(model: nn.Module, max_len: int) -> int:
+def resolve_rotations(model: nn.Module, max_len: int) -> int:
     """Make angles depend on the position alone, for sequences of up to `max_len`; returns how many modules that
     concerns.
 
@@ -65,18 +65,18 @@ def settle_rotations(model: nn.Module, max_len: int) -> int:
     found = [
         (parent, name)
         for parent in list(model.modules())
-        if not isinstance(parent, SettledRotation | KRotaryEmbedding)
+        if not isinstance(parent, ResolvedRotation | KRotaryEmbedding)
         for name, child in parent.named_children()
         if _depends_on_sequence(child) and not isinstance(child, WrapperOperator)
     ]
     for parent, name in found:
-        _say_settled(str(getattr(parent.get_submodule(name), "rope_type", None)), max_len)
-        setattr(parent, name, SettledRotation(parent.get_submodule(name), max_len - 1))
+        _log_resolved(str(getattr(parent.get_submodule(name), "rope_type", None)), max_len)
+        setattr(parent, name, ResolvedRotation(parent.get_submodule(name), max_len - 1))
     return len(found)
 
 
 @functools.cache
-def _say_settled(kind: str, max_len: int) -> None:
+def _log_resolved(kind: str, max_len: int) -> None:
     """Once for all modules."""
     logger.info("RoPE of type %s: every step has the factors of %d positions (--cache_lens)", kind, max_len)
 
@@ -122,7 +122,7 @@ class KRotaryEmbedding(WrapperOperator):
     @property
     def has_table(self) -> bool:
         """Whether the embedding's angles depend on the position alone."""
-        return self._is_plain and (self._is_static or isinstance(self.inner, SettledRotation))
+        return self._is_plain and (self._is_static or isinstance(self.inner, ResolvedRotation))
 
     @override
     def op(self, phase: Phase) -> str:
@@ -131,8 +131,8 @@ class KRotaryEmbedding(WrapperOperator):
     @override
     def bind(self, runtime: OperatorRuntime) -> None:
         if _depends_on_sequence(self.inner):
-            _say_settled(str(getattr(self.inner, "rope_type", None)), runtime.max_len)
-            self.inner = SettledRotation(self.inner, runtime.max_len - 1)
+            _log_resolved(str(getattr(self.inner, "rope_type", None)), runtime.max_len)
+            self.inner = ResolvedRotation(self.inner, runtime.max_len - 1)
         if self.device.is_gpu:  # in a step, asking for the largest position would stop the GPU
             self._grow(torch.empty(1, 1, 1), runtime.max_len)
 
@@ -154,7 +154,7 @@ class KRotaryEmbedding(WrapperOperator):
         if not self.has_table:
             return
         size = _table_rows(needed)
-        if isinstance(self.inner, SettledRotation):  # a position beyond would become the longest of the step
+        if isinstance(self.inner, ResolvedRotation):  # a position beyond would become the longest of the step
             size = self.inner.longest + 1
         positions = torch.arange(size, device=x.device)[None]
         if hasattr(self.inner, "mrope_section"):  # not all versions of transformers take one position for the three
@@ -178,7 +178,7 @@ class KRotaryEmbedding(WrapperOperator):
                 self._grow(x, needed)
         at = self.device.move(position_ids)
         if at.dim() == 3:
-            axes = self._asked_axes()
+            axes = self._probed_axes()
             at = at[axes].movedim(0, -1).contiguous()  # of each column
             parts = tuple(part[at, torch.arange(len(axes), device=at.device)] for part in self._tables[layer_type])
         else:
@@ -186,7 +186,7 @@ class KRotaryEmbedding(WrapperOperator):
         parts = tuple(part.to(position_ids.device) for part in parts)
         return parts if len(parts) > 1 else parts[0]
 
-    def _asked_axes(self) -> torch.Tensor:
+    def _probed_axes(self) -> torch.Tensor:
         """Which of three positions each column of the module's angles is of: the one that changes it. Raises
         UnsupportedError where several do, or the module takes one position alone."""
         if self._axes is None:

@@ -34,7 +34,7 @@ class TopkPositions:
 
     @property
     def pages(self) -> RowPages:
-        """What the choices see of the cache, as kernels of attention take it: pages of one position."""
+        """The part of the cache that the choices see, as kernels of attention take it: pages of one position."""
         return RowPages(self.slots, 1, self.seq_ids, self.counts)
 
     def to(self, device: torch.device) -> TopkPositions:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from ktransformers.operators.experts.hot import HotPool
+from ktransformers.operators.experts.gpu_slots import HotPool
 from ktransformers.operators.experts.split import STEP_COST, PrefillRates, choose_split, even_counts
 from ktransformers.operators.experts.streamed import ExpertPrefill, PrefillShape
 

@@ -324,9 +324,7 @@ def _sees_ahead(context: ForwardContext) -> bool:
 
 def _attention_step(context: ForwardContext, cos: torch.Tensor, sin: torch.Tensor) -> AttentionStep:
     """cos, sin: [1, T, D_rot]."""
-    return AttentionStep(
-        cos[0], sin[0], context.slot_mapping, context.block_table, context.page_size, context.seq_ids, context.kv_lens
-    )
+    return AttentionStep(cos[0], sin[0], context.slot_mapping, context.pages)
 
 
 def _latent_step(operator: nn.Module, context: ForwardContext, angles: Any) -> AttentionStep:

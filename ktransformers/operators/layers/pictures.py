@@ -36,7 +36,7 @@ def _first_layer(layers: nn.ModuleList | None) -> int:
 def adding_pictures(model: nn.Module, context: ForwardContext) -> Iterator[None]:
     """Let the layers of `model` give their hidden states with what the step's pictures add behind them, and the first
     one take them with what is added in front of it, while the block runs. Layers that are joined do so themselves.
-    Blocks with experts for pictures are told which rows are theirs."""
+    Blocks with experts for pictures get the numbers of those rows."""
     pictures, layers = context.pictures, layer_list(model)
     if pictures is None or layers is None:
         yield

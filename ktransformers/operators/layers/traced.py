@@ -274,7 +274,7 @@ def trace_step(model: nn.Module, run: Callable[[], object]) -> list[LayerCall]:
         if isinstance(mask, _MaskStandIn):
             args = (*args[:2], None, *args[3:])
         if current:
-            current[0].attention.append(_asked(module, query, kwargs, isinstance(mask, ChoiceMask)))
+            current[0].attention.append(_traced_call(module, query, kwargs, isinstance(mask, ChoiceMask)))
         return attention_forward(module, query, *args, **kwargs)
 
     with intercepted([(_MODEL, model), *enumerate(decoder_layers(model))], enter), _attention_named(model, attention):
@@ -297,7 +297,7 @@ def _layer_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[An
     return args, kwargs, LayerCall(kept, args[1:], mask)
 
 
-def _asked(module: nn.Module, query: torch.Tensor, kwargs: dict[str, Any], is_chosen: bool) -> TracedAttention:
+def _traced_call(module: nn.Module, query: torch.Tensor, kwargs: dict[str, Any], is_chosen: bool) -> TracedAttention:
     scaling, context = kwargs.get("scaling"), kwargs.get("forward_context")
     layer_idx = getattr(module, "layer_idx", None)
     chunk = 0

@@ -1,6 +1,6 @@
 """Linear layers that read the same rows, in one launch instead of one each: q, k and v; gate and up with activation.
 
-Matrices of one type become one matrix, those of two types share a launch. The layers that gave their matrices away
+Matrices of one type become one matrix, those of two types share a launch. The layers whose matrices were joined
 still work, on the joined one. Dense matrices, quantized ones and those of FP8 are joined each with their like; what has
 none (layers elsewhere, of three types) runs one by one. Knows linear operators and matrices on GPUs; not attention or
 layers.
@@ -36,17 +36,9 @@ class PairMatrix:
 
     def __call__(self, x: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
         """x [T, K] -> [T, N1 + N2]."""
-        first, second = self.first, self.second
-        return linear_pair(
-            x.to(first.device.matmul_dtype),
-            (first.data, second.data),
-            (first.qtype, second.qtype),
-            (first.rows, second.rows),
-            first.cols,
-            self.bias,
-            torch.empty(x.shape[0], first.rows + second.rows, dtype=out_dtype, device=x.device),
-            workspace=first.device.linear_workspace(),
-        )
+        device, weights = self.first.device, (self.first.weight, self.second.weight)
+        out = torch.empty(x.shape[0], sum(weight.rows for weight in weights), dtype=out_dtype, device=x.device)
+        return linear_pair(x.to(device.matmul_dtype), weights, self.bias, out, workspace=device.linear_workspace())
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +55,8 @@ class ColumnsOf:
 def _quantized(modules: Sequence[nn.Module]) -> list[QuantizedMatrix] | None:
     """The matrices of linear operators on one GPU in the layout of its kernels; None if they are anything else."""
     found = [m.matrix for m in modules if isinstance(m, KTransformersLinear)]
-    quantized = [m for m in found if isinstance(m, QuantizedMatrix) and m.layout is GpuLayout.PLANES]
-    if len(quantized) < len(modules) or len({(m.cols, m.device.name) for m in quantized}) > 1:
+    quantized = [m for m in found if isinstance(m, QuantizedMatrix) and m.weight.layout is GpuLayout.PLANES]
+    if len(quantized) < len(modules) or len({(m.weight.cols, m.device.name) for m in quantized}) > 1:
         return None
     return quantized
 
@@ -88,14 +80,15 @@ def _biases(parts: Sequence[tuple[torch.Tensor | None, int]], like: torch.Tensor
 
 def _joined(parts: Sequence[QuantizedMatrix], *, interleaved: bool = False) -> QuantizedMatrix:
     """Matrices of one type as one. The bias follows the rows."""
-    first = parts[0]
     if len(parts) == 1:
-        return first
-    data = join_rows([(p.data, p.rows) for p in parts], first.qtype, first.cols, interleaved=interleaved)
-    bias = _biases([(p.bias, p.rows) for p in parts], data)
+        return parts[0]
+    weights = [part.weight for part in parts]
+    first, rows = weights[0], sum(weight.rows for weight in weights)
+    data = join_rows([(each.data, each.rows) for each in weights], first.qtype, first.cols, interleaved=interleaved)
+    bias = _biases([(part.bias, part.weight.rows) for part in parts], data)
     if interleaved and bias is not None:
         bias = bias.view(len(parts), -1).T.reshape(-1)
-    return replace(first, data=data, rows=sum(p.rows for p in parts), bias=bias)
+    return replace(parts[0], weight=replace(first, data=data, rows=rows), bias=bias)
 
 
 def _slices(counts: Sequence[int]) -> list[slice]:
@@ -105,15 +98,16 @@ def _slices(counts: Sequence[int]) -> list[slice]:
 
 def _side_by_side(parts: list[QuantizedMatrix]) -> tuple[GpuMatrix, list[slice]] | None:
     """All in one launch, and the columns of each part; None for three types, or FP8 beside another."""
-    types, counts = list(dict.fromkeys(part.qtype for part in parts)), [part.rows for part in parts]
-    if len(types) > (1 if OwnType.F8_E4M3 in types else 2) or not can_join_rows(types[0], counts, parts[0].cols):
+    weights = [part.weight for part in parts]
+    types, counts = list(dict.fromkeys(weight.qtype for weight in weights)), [weight.rows for weight in weights]
+    if len(types) > (1 if OwnType.F8_E4M3 in types else 2) or not can_join_rows(types[0], counts, weights[0].cols):
         return None
-    order = sorted(range(len(parts)), key=lambda i: types.index(parts[i].qtype))
-    columns = dict(zip(order, _slices([parts[i].rows for i in order]), strict=True))
-    groups = [_joined([part for part in parts if part.qtype == kind]) for kind in types]
+    order = sorted(range(len(parts)), key=lambda i: types.index(weights[i].qtype))
+    columns = dict(zip(order, _slices([counts[i] for i in order]), strict=True))
+    groups = [_joined([part for part in parts if part.weight.qtype == kind]) for kind in types]
     whole: GpuMatrix = groups[0]
     if len(groups) == 2:
-        bias = _biases([(group.bias, group.rows) for group in groups], groups[0].data)
+        bias = _biases([(group.bias, group.weight.rows) for group in groups], groups[0].weight.data)
         whole = PairMatrix(groups[0], groups[1], bias)
     return whole, [columns[i] for i in range(len(parts))]
 
@@ -132,8 +126,8 @@ def _kind(module: nn.Module) -> Hashable:
     matrix = module.matrix if isinstance(module, KTransformersLinear) else None
     if isinstance(matrix, DenseMatrix):
         return matrix.weight.shape[1], matrix.weight.device, matrix.weight.dtype
-    if isinstance(matrix, QuantizedMatrix) and matrix.layout is GpuLayout.PLANES:
-        return matrix.cols, matrix.device.name, matrix.qtype is OwnType.F8_E4M3
+    if isinstance(matrix, QuantizedMatrix) and matrix.weight.layout is GpuLayout.PLANES:
+        return matrix.weight.cols, matrix.device.name, matrix.weight.qtype is OwnType.F8_E4M3
     return None
 
 
@@ -161,7 +155,7 @@ class JoinedLinears:
             parts = [modules[i] for i in members]
             made = _join(parts) if kind is not None and len(parts) > 1 else None
             if made is not None:
-                _give_away(parts, *made)
+                _replace_matrices(parts, *made)
                 self._groups.append(_Group(tuple(members), *made))
 
     @property
@@ -192,10 +186,10 @@ def side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return first.as_strided((first.shape[0], at - first.storage_offset()), first.stride())
 
 
-def _give_away(modules: Sequence[nn.Module], whole: GpuMatrix, columns: Sequence[slice]) -> None:
+def _replace_matrices(modules: Sequence[nn.Module], whole: GpuMatrix, columns: Sequence[slice]) -> None:
     for module, share in zip(modules, columns, strict=True):
         assert isinstance(module, KTransformersLinear)
-        module.give_away(ColumnsOf(whole, share))
+        module.replace_matrix(ColumnsOf(whole, share))
 
 
 class GatedLinears:
@@ -209,10 +203,10 @@ class GatedLinears:
         self._joined: JoinedLinears | None = None
         quantized = _quantized([gate, up])
         # Blocks of FP8's scales have the rows of one side only.
-        is_one_type = quantized is not None and quantized[0].qtype == quantized[1].qtype != OwnType.F8_E4M3
-        if quantized is not None and is_one_type and not spec.kind.is_clamped:
+        types = {each.weight.qtype for each in quantized or ()}
+        if quantized is not None and len(types) == 1 and OwnType.F8_E4M3 not in types and not spec.kind.is_clamped:
             self._gated = _joined(quantized, interleaved=True)
-            _give_away([gate, up], self._gated, [slice(0, None, 2), slice(1, None, 2)])
+            _replace_matrices([gate, up], self._gated, [slice(0, None, 2), slice(1, None, 2)])
         else:
             self._joined = JoinedLinears([gate, up])
 
@@ -223,10 +217,7 @@ class GatedLinears:
             assert self._joined is not None
             gate, up = self._joined(rows)
             return elementwise.activate(self.spec, gate, up)
-        matrix = self._gated
-        out = torch.empty(rows.shape[0], matrix.rows // 2, dtype=rows.dtype, device=rows.device)
-        x = rows.to(matrix.device.matmul_dtype)
-        space = matrix.device.linear_workspace()
-        return gated_linear(
-            x, matrix.data, matrix.qtype, matrix.rows, matrix.cols, self.spec.kind, matrix.bias, out, workspace=space
-        )
+        device, weight, bias = self._gated.device, self._gated.weight, self._gated.bias
+        out = torch.empty(rows.shape[0], weight.rows // 2, dtype=rows.dtype, device=rows.device)
+        x, space = rows.to(device.matmul_dtype), device.linear_workspace()
+        return gated_linear(x, weight, self.spec.kind, bias, out, workspace=space)

@@ -92,7 +92,7 @@ class KTransformersLinear(Operator):
         """The weight on the CPU, once loaded, and the bias; None on a GPU."""
         return None if self._weight is None else (self._weight, self._bias)
 
-    def give_away(self, share: GpuMatrix) -> None:
+    def replace_matrix(self, share: GpuMatrix) -> None:
         """Replace the weight by a share of a larger matrix, which holds it now and makes this layer's product."""
         self._matrix = share
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.triton.linear.linear import linear
+from ktransformers.kernels.triton.quant.dequant import WeightMatrix
 from ktransformers.kernels.triton.quant.repack import (
     CPU_PACKED_TYPES,
     FP8_COLUMNS,
@@ -60,29 +61,18 @@ class DenseMatrix:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
-    """A quantized matrix on a GPU. data: the matrix [rows, cols] in `layout`; bias: fp32 [rows] or None."""
+    """A quantized matrix on a GPU. weight: [N, K]; bias: fp32 [N] or None."""
 
     device: Device
-    data: torch.Tensor
-    qtype: WeightType
-    rows: int
-    cols: int
-    layout: GpuLayout
+    weight: WeightMatrix
     bias: torch.Tensor | None
 
     def __call__(self, x: torch.Tensor, out_dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, K] -> [T, N], written to `out` of `out_dtype` if that is given."""
-        return linear(
-            x.to(self.device.matmul_dtype),
-            self.data,
-            self.qtype,
-            self.rows,
-            self.cols,
-            self.bias,
-            torch.empty(x.shape[0], self.rows, dtype=out_dtype, device=x.device) if out is None else out,
-            layout=self.layout,
-            workspace=self.device.linear_workspace(),
-        )
+        if out is None:
+            out = torch.empty(x.shape[0], self.weight.rows, dtype=out_dtype, device=x.device)
+        space = self.device.linear_workspace()
+        return linear(x.to(self.device.matmul_dtype), self.weight, self.bias, out, workspace=space)
 
 
 class GpuMatrix(Protocol):
@@ -167,4 +157,4 @@ def gpu_matrix(
     data, layout = to_gpu_layout(weight, device, pool), gpu_layout(weight.qtype, rows, cols)
     cpu.let_go([weight])
     bias = None if bias is None else bias.to(device.torch_device)
-    return QuantizedMatrix(device, data, weight.qtype, rows, cols, layout, bias)
+    return QuantizedMatrix(device, WeightMatrix(data, weight.qtype, rows, cols, layout), bias)

@@ -107,13 +107,13 @@ def pack_matrix(
 def _takes_bf16(products: CpuProducts, qtype: WeightType) -> bool:
     """Whether many rows are multiplied in bf16: not with weights in groups, whose only products are exact."""
     if products.wants_bf16 and isinstance(qtype, GroupType):
-        _say_exact(qtype)
+        _log_exact(qtype)
         return False
     return products.wants_bf16
 
 
 @cache
-def _say_exact(qtype: GroupType) -> None:
+def _log_exact(qtype: GroupType) -> None:
     logger.warning("weights of type %s are multiplied exactly: there are no products of bf16 with them", qtype.name)
 
 

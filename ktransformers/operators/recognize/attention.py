@@ -139,7 +139,7 @@ def recognize_attention(module: nn.Module) -> GqaSpec:
     if any("weight" not in dict(module.get_submodule(name).named_parameters()) for name in names):
         raise NotRecognized("its norms have no weight")
     # Angles are given twice side by side, or once: both are usual.
-    return first_of(partial(_asked, module, head_dim, names, copies) for copies in (2, 1))
+    return first_of(partial(_recognized, module, head_dim, names, copies) for copies in (2, 1))
 
 
 @recognizer("attention with queries scaled by position as operators compute it")
@@ -162,7 +162,7 @@ def recognize_temperature(module: nn.Module) -> QueryTemperature:
     return spec
 
 
-def _asked(module: nn.Module, head_dim: int, names: tuple[str, ...], copies: int) -> GqaSpec:
+def _recognized(module: nn.Module, head_dim: int, names: tuple[str, ...], copies: int) -> GqaSpec:
     rope = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
     angles = ProbeInputs(1).normal(_ROWS, int(head_dim * (rope.get("partial_rotary_factor") or 1.0)) // 2)
     has_gate = _width(module, "q_proj") == 2 * int(getattr(module.get_submodule("o_proj"), "in_features", 0))

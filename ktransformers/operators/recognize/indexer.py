@@ -203,14 +203,14 @@ def _mask(chosen: Tensor, count: int) -> Tensor:
     return mask.scatter(-1, torch.where(chosen < 0, count, chosen), 1.0)[..., :count]
 
 
-def _ask_positions(module: nn.Module, given: _Given) -> Tensor:
+def _probe_positions(module: nn.Module, given: _Given) -> Tensor:
     """The module's choices as `_choose` returns them, whatever it says of positions that a row does not see."""
     probe = probe_module(module, modules=_lightning(given), index_topk=_CHOSEN)
     mask, rows = torch.full((1, _ROWS, _ROWS), float("-inf")).triu(1), torch.zeros(1, _ROWS, 8)
     return _mask(probe(rows, rows, given.embeddings, mask, torch.arange(_ROWS)[None])[0].long(), _ROWS)[:, None]
 
 
-def _ask_blocks(module: nn.Module, given: _Given) -> Tensor:
+def _probe_blocks(module: nn.Module, given: _Given) -> Tensor:
     children = {
         "q_proj": _fixed(given.q.flatten(1)[None]),
         "k_proj": _fixed(given.k[None]),
@@ -223,7 +223,7 @@ def _ask_blocks(module: nn.Module, given: _Given) -> Tensor:
     return _of_positions(_mask(chosen.transpose(0, 1), -(-_ROWS // _SIZE)), _SIZE)
 
 
-def _ask_gated(module: nn.Module, given: _Given) -> Tensor:
+def _probe_gated(module: nn.Module, given: _Given) -> Tensor:
     parameters = {
         "index_kpool_compress_ape": given.bias,
         "index_kpool_compress_gate": torch.eye(given.gates.shape[1]),  # so that rows are the gates
@@ -239,7 +239,7 @@ def _ask_gated(module: nn.Module, given: _Given) -> Tensor:
     return _mask(probe(rows, rows, torch.ones(1, _ROWS, dtype=torch.bool), None)[0].long(), _ROWS)[:, None]
 
 
-def _ask_mean(module: nn.Module, given: _Given) -> Tensor:
+def _probe_mean(module: nn.Module, given: _Given) -> Tensor:
     children = {
         "index_qk_proj": _fixed(torch.cat((given.q.flatten(1), given.k), dim=-1)[None]),
         "q_layernorm": _unchanged(),
@@ -272,10 +272,10 @@ _LIGHTNING = frozenset({"wq_b", "wk", "k_norm", "weights_proj"})
 _BLOCKS = frozenset({"q_proj", "k_proj", "q_norm", "k_norm"})
 _MEAN = frozenset({"index_qk_proj", "q_layernorm", "k_layernorm"})
 _WAYS = (
-    _Way(Granularity.POSITION, _LIGHTNING, "n_heads", _position_specs, _ask_positions),
-    _Way(Granularity.BLOCK, _BLOCKS, "num_heads", _block_specs, _ask_blocks),
-    _Way(Granularity.POOL, _LIGHTNING, "index_kpool", _gated_specs, _ask_gated),
-    _Way(Granularity.POOL, _MEAN, "compress_ratio", _mean_specs, _ask_mean),
+    _Way(Granularity.POSITION, _LIGHTNING, "n_heads", _position_specs, _probe_positions),
+    _Way(Granularity.BLOCK, _BLOCKS, "num_heads", _block_specs, _probe_blocks),
+    _Way(Granularity.POOL, _LIGHTNING, "index_kpool", _gated_specs, _probe_gated),
+    _Way(Granularity.POOL, _MEAN, "compress_ratio", _mean_specs, _probe_mean),
 )
 
 

@@ -77,7 +77,7 @@ def recognize_layer(layer: nn.Module) -> LayerSpec:
     specs = list(_possible(names))
     if not specs or any(True for _ in layer.parameters(recurse=False)):
         raise NotRecognized(f"it is made of {', '.join(sorted(names))}")
-    return first_of(partial(_asked, layer, spec) for spec in specs)
+    return first_of(partial(_recognized, layer, spec) for spec in specs)
 
 
 def _possible(names: set[str]) -> Iterator[LayerSpec]:
@@ -107,7 +107,7 @@ def keeps_keywords(layer: nn.Module) -> bool:
     return bool(attention.seen) and attention.seen.get("probe") is not marker
 
 
-def _asked(layer: nn.Module, spec: LayerSpec) -> LayerSpec:
+def _recognized(layer: nn.Module, spec: LayerSpec) -> LayerSpec:
     factors = [(0.7 + 0.2 * i, 1.3 + 0.4 * i) for i in range(len(spec.parts))]
     norms = [_stand_in(factor) for factor, _ in factors]
     in_tuples = [part.kind in (PartKind.ATTENTION, PartKind.IN_TUPLE) for part in spec.parts]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -36,11 +36,13 @@ class RecurrentOperator(WrapperOperator):
 
     CHILDREN: names of the module's children, a set for each arrangement that is known. CONV: the convolution among
     them, which the operator reads itself as it does OWNED_CHILDREN. NUMBERS: attributes that have to be there.
+    NEEDS_EXACT_MODE: `mix` computes in torch what must not depend on where in a tensor a value stands, throughout.
     """
 
     CHILDREN: ClassVar[tuple[frozenset[str], ...]] = ()
     NUMBERS: ClassVar[tuple[str, ...]] = ()
     CONV: ClassVar[str | None] = "conv1d"
+    NEEDS_EXACT_MODE: ClassVar[bool] = True
 
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         super().__init__(module, key, config, placement)
@@ -118,13 +120,9 @@ class RecurrentOperator(WrapperOperator):
         step = context.on(rows.device).states
         assert step is not None, "the cache has states, and the step names none"
         self.device.time_part("linear", self.layer)
-        with self._math():
+        with exact_math(self) if self.NEEDS_EXACT_MODE else nullcontext():
             out = self.mix(rows, context.cache.states.layer(self.layer_idx), step)
         return self.answer(to_input(out, hidden_states).view(*hidden_states.shape[:-1], -1))
-
-    def _math(self) -> AbstractContextManager[Any]:
-        """Exponentials that do not depend on where in a tensor a value stands."""
-        return exact_math(self)
 
     def answer(self, hidden_states: Tensor) -> Any:
         """Return a result in the form in which the module returns it."""

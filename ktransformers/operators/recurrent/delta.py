@@ -1,9 +1,11 @@
-"""Gated DeltaNet (arXiv 2412.06464) and Kimi Delta Attention (arXiv 2510.26692): the state is corrected by each row."""
+"""Gated DeltaNet (arXiv 2412.06464) and Kimi Delta Attention (arXiv 2510.26692): the state is corrected by each row.
+
+What the kinds differ in is how queries, keys, values and gates are projected; convolution, scan and norm are one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -21,11 +23,12 @@ from ktransformers.operators.exact import exact_math
 from ktransformers.operators.linear.joined import JoinedLinears, side_by_side
 from ktransformers.operators.recurrent.base import RecurrentOperator
 
-__all__ = ["KGatedDeltaNet", "KKimiDeltaAttention"]
+__all__ = ["DeltaRule", "KGatedDeltaNet", "KGatedDeltaParts", "KKimiDeltaAttention"]
 
 _COMMON = frozenset({"conv1d", "norm", "out_proj"})
 _KIMI = frozenset({"q_proj", "k_proj", "v_proj", "conv1d", "forget_gate", "b_proj", "o_norm", "o_proj"})
 _FORGET = ({"f_a_proj", "f_b_proj"}, {"f_proj"})
+_PARTS = frozenset({*(f"{part}_proj" for part in "qkvabgo"), "conv1d", "o_norm"})
 
 
 def _gate_of(norm: Any, key: str) -> str:
@@ -36,7 +39,55 @@ def _gate_of(norm: Any, key: str) -> str:
     return str(activation)
 
 
-class KGatedDeltaNet(RecurrentOperator):
+class DeltaRule(RecurrentOperator):
+    """Base of the delta rules: a convolution over queries, keys and values side by side, the scan, a norm with a gate.
+
+    NORM: name of that norm among the children. HAS_DECAY_PER_KEY: each element of a key has a decay, not each head.
+    A subclass sets k_heads and v_heads (of keys and values), k_dim and v_dim (of one head), and `gate`, the norm's
+    activation.
+    """
+
+    NEEDS_EXACT_MODE: ClassVar[bool] = False  # but for the gates: everything else is native
+    NORM: ClassVar[str]
+    HAS_DECAY_PER_KEY: ClassVar[bool] = False
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    gate: str
+
+    @override
+    def state_parts(self) -> Mapping[str, tuple[int, ...]]:
+        return {"conv": self.conv_shape(), "recurrent": (self.v_heads, self.k_dim, self.v_dim)}
+
+    @override
+    def scan_nbytes(self, num_rows: int) -> int:
+        gates = 4 * num_rows * self.v_heads * ((self.k_dim if self.HAS_DECAY_PER_KEY else 1) + 1)  # decay, beta: fp32
+        return workspace_nbytes(num_rows, self.v_heads, self.k_dim, self.v_dim) + gates
+
+    def delta_rule(
+        self, joined: Tensor, gate: Tensor, gates: tuple[Tensor, Tensor], states: Mapping[str, Tensor], step: StateStep
+    ) -> Tensor:
+        """Compute all between the projections: convolution, scan and norm. joined: q, k and v [T, channels]. gate: the
+        norm's [T, v_heads v_dim]. gates: decay (a logarithm) and beta, fp32. Returns fp32 [T, v_heads v_dim].
+        """
+        count, width, norm = len(joined), self.k_heads * self.k_dim, getattr(self.inner, self.NORM)
+        mixed = self.convolve(joined, states, step, "silu")
+        q, k, v = torch.split(mixed, [width, width, self.v_heads * self.v_dim], dim=-1)
+        of_keys = (count, self.k_heads, self.k_dim)
+        heads = q.reshape(of_keys), k.reshape(of_keys), v.reshape(count, self.v_heads, self.v_dim)
+        out = self.scans.delta_scan(heads, *gates, states["recurrent"], step)
+        return self.scans.gated_norm(
+            out.reshape(-1, self.v_dim),
+            gate.reshape(-1, self.v_dim),
+            norm.weight,
+            float(norm.variance_epsilon),
+            group_size=self.v_dim,
+            form=(False, self.gate),
+        ).view(count, -1)
+
+
+class KGatedDeltaNet(DeltaRule):
     """Gated DeltaNet of Qwen3-Next (projections side by side, by key head) and Qwen3.5 (each on its own)."""
 
     OPS: ClassVar[dict[str, str]] = {"KGatedDeltaNet": "gated delta rule over slots of states"}
@@ -46,6 +97,7 @@ class KGatedDeltaNet(RecurrentOperator):
         _COMMON | {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"},
     )
     NUMBERS: ClassVar[tuple[str, ...]] = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
+    NORM: ClassVar[str] = "norm"
 
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         super().__init__(module, key, config, placement)
@@ -56,15 +108,6 @@ class KGatedDeltaNet(RecurrentOperator):
         self.gate = _gate_of(inner.norm, f"{key}.norm")
         if inner.activation != "silu":
             raise UnsupportedError(f"{key}: a convolution followed by {inner.activation!r}, not silu")
-
-    @override
-    def state_parts(self) -> Mapping[str, tuple[int, ...]]:
-        return {"conv": self.conv_shape(), "recurrent": (self.v_heads, self.k_dim, self.v_dim)}
-
-    @override
-    def scan_nbytes(self, num_rows: int) -> int:
-        gates = 2 * 4 * num_rows * self.v_heads  # decay and beta, fp32
-        return workspace_nbytes(num_rows, self.v_heads, self.k_dim, self.v_dim) + gates
 
     @override
     def prepare(self) -> None:
@@ -130,28 +173,46 @@ class KGatedDeltaNet(RecurrentOperator):
         if self.device.is_gpu:
             return self._mix_on_gpu(rows, states, step)
         inner: Any = self.inner
-        count = len(rows)
         qkv, z, b, a = self.project(rows)
-        mixed = self.convolve(qkv, states, step, "silu")
-        width = self.k_heads * self.k_dim
-        q, k, v = torch.split(mixed, [width, width, self.v_heads * self.v_dim], dim=-1)
-        decay = self.a * functional.softplus(a.float() + inner.dt_bias)
-        heads = (
-            q.view(count, self.k_heads, self.k_dim),
-            k.view(count, self.k_heads, self.k_dim),
-            v.view(count, self.v_heads, self.v_dim),
-        )
-        out = self.scans.delta_scan(heads, decay, torch.sigmoid(b.float()), states["recurrent"], step)
-        norm = inner.norm
-        normed = self.scans.gated_norm(
-            out.reshape(-1, self.v_dim),
-            z.reshape(-1, self.v_dim),
-            norm.weight,
-            float(norm.variance_epsilon),
-            group_size=self.v_dim,
-            form=(False, self.gate),
-        )
-        result: Tensor = inner.out_proj(normed.view(count, -1).to(rows.dtype))
+        with exact_math(self):
+            gates = self.a * functional.softplus(a.float() + inner.dt_bias), torch.sigmoid(b.float())
+        result: Tensor = inner.out_proj(self.delta_rule(qkv, z, gates, states, step).to(rows.dtype))
+        return result
+
+
+class KGatedDeltaParts(DeltaRule):
+    """Gated DeltaNet of OLMo Hybrid, whose queries, keys, values and gates come out of matrices of their own.
+
+    A state may be corrected beyond a key's value (allow_neg_eigval: twice as far).
+    """
+
+    OPS: ClassVar[dict[str, str]] = {"KGatedDeltaParts": "gated delta rule over slots of states"}
+    OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset({"conv1d", "o_norm"})
+    CHILDREN: ClassVar[tuple[frozenset[str], ...]] = (_PARTS,)
+    NUMBERS: ClassVar[tuple[str, ...]] = KGatedDeltaNet.NUMBERS
+    NORM: ClassVar[str] = "o_norm"
+
+    def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
+        super().__init__(module, key, config, placement)
+        inner: Any = module
+        self.k_heads, self.v_heads = int(inner.num_k_heads), int(inner.num_v_heads)
+        self.k_dim, self.v_dim = int(inner.head_k_dim), int(inner.head_v_dim)
+        self.most = 2.0 if inner.allow_neg_eigval else 1.0
+        self.gate = getattr(inner.o_norm, "activation", "")
+        if inner.activation != "silu" or self.gate != "silu":
+            raise UnsupportedError(
+                f"{key}: a convolution and a gate of {inner.activation!r} and {self.gate!r}, not silu"
+            )
+
+    @override
+    def mix(self, rows: Tensor, states: Mapping[str, Tensor], step: StateStep) -> Tensor:
+        inner: Any = self.inner
+        joined = torch.cat((inner.q_proj(rows), inner.k_proj(rows), inner.v_proj(rows)), dim=-1)
+        with exact_math(self):
+            decay = self.a * functional.softplus(inner.a_proj(rows).float() + inner.dt_bias)
+            beta = self.most * torch.sigmoid(inner.b_proj(rows).float())
+        normed = self.delta_rule(joined, inner.g_proj(rows), (decay, beta), states, step)
+        result: Tensor = inner.o_proj(normed.to(rows.dtype))
         return result
 
 
@@ -164,7 +225,7 @@ def _bound_of(gate: Any) -> float | None:
     return None if found is None else float(found)
 
 
-class KKimiDeltaAttention(RecurrentOperator):
+class KKimiDeltaAttention(DeltaRule):
     """Kimi Delta Attention: a decay for each element of a key. Its gates are products of one matrix (Ling 3) or two."""
 
     OPS: ClassVar[dict[str, str]] = {"KKimiDeltaAttention": "delta rule with a decay per key element, over slots"}
@@ -174,25 +235,19 @@ class KKimiDeltaAttention(RecurrentOperator):
         _KIMI | {"g_proj"},
     )
     NUMBERS: ClassVar[tuple[str, ...]] = ("num_heads", "head_dim")
+    NORM: ClassVar[str] = "o_norm"
+    HAS_DECAY_PER_KEY: ClassVar[bool] = True
 
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         super().__init__(module, key, config, placement)
         inner: Any = module
-        self.num_heads, self.head_dim = int(inner.num_heads), int(inner.head_dim)
+        self.k_heads = self.v_heads = int(inner.num_heads)
+        self.k_dim = self.v_dim = int(inner.head_dim)
         self.gate = _gate_of(inner.o_norm, f"{key}.o_norm")
         parts = {name for name, _ in inner.forget_gate.named_children()}
         self.bound = _bound_of(inner.forget_gate)
         if inner.activation != "silu" or parts not in _FORGET:
             raise UnsupportedError(f"{key} ({type(module).__name__}): a kind of forget gate that is not known")
-
-    @override
-    def state_parts(self) -> Mapping[str, tuple[int, ...]]:
-        return {"conv": self.conv_shape(), "recurrent": (self.num_heads, self.head_dim, self.head_dim)}
-
-    @override
-    def scan_nbytes(self, num_rows: int) -> int:
-        gates = 4 * num_rows * self.num_heads * (self.head_dim + 1)  # decay and beta, fp32
-        return workspace_nbytes(num_rows, self.num_heads, self.head_dim, self.head_dim) + gates
 
     @override
     def bind(self, runtime: OperatorRuntime) -> None:
@@ -201,15 +256,15 @@ class KKimiDeltaAttention(RecurrentOperator):
         if not self.device.is_gpu:
             return
         inner: Any = self.inner
-        forget, size = inner.forget_gate, self.head_dim
+        forget, size = inner.forget_gate, self.v_dim
         self._projections = JoinedLinears([inner.get_submodule(name) for name in self._inputs()])
         if self.bound is not None:
             return
         self._net = DeltaNet(
-            *(self.num_heads, self.num_heads, size, size),
+            *(self.v_heads, self.v_heads, size, size),
             inner.conv1d.weight[:, 0].contiguous(),
             self.device.move(-forget.A_log.float().exp().flatten()).contiguous(),
-            self.device.move(forget.dt_bias.float().view(self.num_heads, size)).contiguous(),
+            self.device.move(forget.dt_bias.float().view(self.v_heads, size)).contiguous(),
             inner.o_norm.weight,
             float(inner.o_norm.variance_epsilon),
             conv_bias=inner.conv1d.bias,
@@ -235,24 +290,19 @@ class KKimiDeltaAttention(RecurrentOperator):
             gate = inner.g_b_proj(gate)
         if hasattr(inner.forget_gate, "f_b_proj"):
             forget = inner.forget_gate.f_b_proj(forget)
-        shape = (len(rows), self.num_heads, self.head_dim)
+        shape = (len(rows), self.v_heads, self.v_dim)
         return side_by_side(qkv), beta, gate.view(shape), forget.view(shape)
-
-    @override
-    def _math(self) -> AbstractContextManager[object]:
-        return nullcontext()  # but for its gates: everything else is native
 
     def decay(self, forget: Tensor) -> Tensor:
         """Return the logarithm of what is kept for the forget gate's product, both [T, heads, head_dim]."""
         gate: Any = self.inner.forget_gate
-        raw = forget.float() + gate.dt_bias.float().view(self.num_heads, self.head_dim)
+        raw = forget.float() + gate.dt_bias.float().view(self.v_heads, self.v_dim)
         rate: Tensor = gate.A_log.float().exp().view(-1, 1)
         return -rate * functional.softplus(raw) if self.bound is None else self.bound * torch.sigmoid(rate * raw)
 
     @override
     def mix(self, rows: Tensor, states: Mapping[str, Tensor], step: StateStep) -> Tensor:
         inner: Any = self.inner
-        shape = (len(rows), self.num_heads, self.head_dim)
         joined, logits, gate, forget = self.project(rows)
         if self.device.is_gpu and self.bound is None:
             use(self.device.torch_device)
@@ -260,19 +310,7 @@ class KKimiDeltaAttention(RecurrentOperator):
             out = gated_delta_net(joined, *given, self._net, (states["conv"], states["recurrent"]), step)
             mixed_out: Tensor = inner.o_proj(out)
             return mixed_out
-        mixed = self.convolve(joined, states, step, "silu")
-        q, k, v = (part.view(shape) for part in mixed.chunk(3, dim=-1))
         with exact_math(self):
-            decay, beta = self.decay(forget), torch.sigmoid(logits.float())
-        out = self.scans.delta_scan((q, k, v), decay, beta, states["recurrent"], step)
-        norm = inner.o_norm
-        normed = self.scans.gated_norm(
-            out.reshape(-1, self.head_dim),
-            gate.reshape(-1, self.head_dim),
-            norm.weight,
-            float(norm.variance_epsilon),
-            group_size=self.head_dim,
-            form=(False, self.gate),
-        )
-        result: Tensor = inner.o_proj(normed.view(len(rows), -1).to(rows.dtype))
+            gates = self.decay(forget), torch.sigmoid(logits.float())
+        result: Tensor = inner.o_proj(self.delta_rule(joined, gate, gates, states, step).to(rows.dtype))
         return result

@@ -12,8 +12,7 @@ from typing_extensions import override
 from ktransformers.errors import UnsupportedError
 from ktransformers.operators.recurrent.base import RecurrentOperator
 from ktransformers.operators.recurrent.convolved import KConvolvedProjection
-from ktransformers.operators.recurrent.delta import KGatedDeltaNet, KKimiDeltaAttention
-from ktransformers.operators.recurrent.delta_parts import KGatedDeltaParts
+from ktransformers.operators.recurrent.delta import KGatedDeltaNet, KGatedDeltaParts, KKimiDeltaAttention
 from ktransformers.operators.recurrent.gated_linear import KGatedLinearUnit
 from ktransformers.operators.recurrent.mamba import KMamba, KMamba2, KMambaHeads
 from ktransformers.operators.recurrent.short import KLightningAttention, KShortConv

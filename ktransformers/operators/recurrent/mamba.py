@@ -11,6 +11,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from ktransformers.errors import UnsupportedError
+from ktransformers.kernels.recurrent_call import ScanCall
 from ktransformers.kernels.triton.recurrent.launch import workspace_nbytes
 from ktransformers.kernels.triton.recurrent.mixers import ssd_scan
 from ktransformers.operators.base import OperatorConfig, Placement
@@ -80,7 +81,7 @@ class KMamba2(RecurrentOperator):
         if self.device.is_gpu:
             use(self.device.torch_device)
             weights, limits = (self.a, inner.dt_bias, inner.D), (self.limit[0], self.limit[1])
-            out = ssd_scan(x, dt, b, c, weights, states["recurrent"], step, limits)
+            out = ssd_scan(ScanCall(c, b, x, dt, None, states["recurrent"], step), weights, limits)
         else:
             dt = functional.softplus(dt.float() + inner.dt_bias).clamp(*self.limit)
             out = self.scans.linear_scan((c, b, x * dt.unsqueeze(-1)), dt * self.a, states["recurrent"], step)

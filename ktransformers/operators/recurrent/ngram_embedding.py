@@ -36,6 +36,7 @@ from ktransformers.models.ngram_hash import hash_multipliers
 from ktransformers.operators.base import OperatorConfig, Placement, Requirements, expect_shape
 from ktransformers.operators.context import ForwardContext, StateStep
 from ktransformers.operators.device import CPU, to_input
+from ktransformers.operators.exact import exact_math
 from ktransformers.operators.recurrent.base import RecurrentOperator
 from ktransformers.operators.recurrent.scans import Scans
 from ktransformers.operators.wrapper import DenseState
@@ -207,7 +208,7 @@ class KPerLayerEmbedding(RecurrentOperator):
         step = context.on(rows.device).states
         assert step is not None, "the cache has states, and the step names none"
         given: Tensor = args[0][0]
-        with self._math():
+        with exact_math(self):
             if given.is_floating_point():
                 found = given[:, self.column : self.column + self.looked_up_dim]
             else:

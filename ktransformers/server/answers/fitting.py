@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 
 from fastapi import Request
 
@@ -45,10 +44,6 @@ def in_words_of(service: Service, what: str = "prompt", *, has_answer: bool = Tr
         raise service.model.limits.too_long(prompt_len, what, has_answer=has_answer) from error
 
 
-NoteChanges = Callable[[Sequence[str]], None]
-"""See chat_prompt."""
-
-
 def most_tokens(service: Service, asked: AnswerRequest) -> int | None:
     """Return the most tokens of an answer to this request; None: to the end of the context."""
     return service.max_tokens(asked.sampling.get("max_tokens"), asked.default_max_tokens)
@@ -62,31 +57,31 @@ class Fitted:
     num_dropped: int = 0
 
 
-def fitted_chat(service: Service, asked: ChatRequest, note_changes: NoteChanges) -> Fitted:
+def fitted_chat(service: Service, asked: ChatRequest) -> Fitted:
     """Return the prompt of a conversation, and how many of its oldest turns were left out to make it fit.
 
-    note_changes: as chat_prompt has it. Turns are left out where the request, or else the operator
-    (--context_overflow), says so. Raises ContextLengthError for one that is too long otherwise, or all the same,
-    FieldError for more than the request itself allows, and what chat_prompt raises.
+    Turns are left out where the request, or else the operator (--context_overflow), says so. Raises ContextLengthError
+    for one that is too long otherwise, or all the same, FieldError for more than the request itself allows, and what
+    chat_prompt raises.
     """
     conversation, max_len = asked.conversation, service.model.max_len
     is_dropping = conversation.drops_oldest
     if is_dropping is None:
         is_dropping = service.config.drops_oldest
     if not is_dropping and conversation.max_prompt_len is None:
-        return Fitted(_prompt(service, conversation, max_len, note_changes))
+        return Fitted(served_prompt(service, conversation, max_len))
     room = prompt_room(max_len, most_tokens(service, asked))
     limits = [room, max_len - 1]  # room for an answer is wanted, not needed
     if conversation.max_prompt_len is not None:
         limits = [min(room, conversation.max_prompt_len)]
     for limit in limits:
-        found = _within(service, conversation, limit, note_changes)
+        found = _within(service, conversation, limit)
         if found is not None:
             if found.num_dropped:
                 logger.info("the oldest %d turns of a conversation were left out: it is too long", found.num_dropped)
             return found
     if conversation.max_prompt_len is None:
-        return Fitted(_prompt(service, conversation, max_len, note_changes))  # which raises, with the whole length
+        return Fitted(served_prompt(service, conversation, max_len))  # which raises, with the whole length
     raise FieldError(
         f"truncate_prompt_tokens: the instructions and the last question have more than {conversation.max_prompt_len} "
         "tokens, and they are never left out",
@@ -94,14 +89,14 @@ def fitted_chat(service: Service, asked: ChatRequest, note_changes: NoteChanges)
     )
 
 
-def _within(service: Service, conversation: Conversation, limit: int, note_changes: NoteChanges) -> Fitted | None:
+def _within(service: Service, conversation: Conversation, limit: int) -> Fitted | None:
     """The whole conversation if it has at most `limit` tokens, else without its oldest turns, if that helps."""
     prompts: dict[int, Prompt] = {}  # by how many turns stayed
 
     def prompt_of(kept: Sequence[int]) -> list[int] | int:
         part = replace(conversation, messages=[conversation.messages[at] for at in kept])
         try:
-            made = prompts[len(kept)] = _prompt(service, part, limit, note_changes)
+            made = prompts[len(kept)] = served_prompt(service, part, limit)
         except ContextLengthError as error:
             return error.prompt_len
         return list(made.ids)
@@ -127,19 +122,7 @@ def _size(message: Message) -> int:
     return sum(len(text.encode(errors="replace")) for text in texts) + _TOKEN_BYTES * sum(pictures)
 
 
-def _prompt(service: Service, conversation: Conversation, max_len: int, note_changes: NoteChanges) -> Prompt:
-    changes: list[str] = []
-    made = served_prompt(service, conversation, max_len, changes.extend)
-    note_changes(changes)  # of what fits alone
-    return made
-
-
-def served_prompt(
-    service: Service,
-    conversation: Conversation,
-    max_len: int | None = None,
-    note_changes: Callable[[Sequence[str]], None] | None = None,
-) -> Prompt:
+def served_prompt(service: Service, conversation: Conversation, max_len: int | None = None) -> Prompt:
     """Return the prompt of a conversation as the operator has prompts; see chat_prompt.
 
     max_len: where it is left out, as many tokens as are counted of conversations that no answer is asked for.
@@ -150,7 +133,6 @@ def served_prompt(
         max_len=max(service.model.max_len, MAX_COUNTED) if max_len is None else max_len,
         force_think=service.config.force_think,
         reads_special_tokens=service.config.reads_special_tokens,
-        note_changes=note_changes,
     )
 
 
@@ -161,7 +143,9 @@ def counted_prompt(request: Request, asked: Conversation) -> Prompt:
     service = service_of(request)
     note_unused(request, template_kwargs(service.model.tokenizer, asked).ignored)
     note_altered(request, asked.altered)
-    return served_prompt(service, asked, note_changes=partial(note_ignored, request.scope))
+    prompt = served_prompt(service, asked)
+    note_ignored(request.scope, prompt.changes)
+    return prompt
 
 
 def fitted_text(service: Service, asked: TextRequest, prompt: str | Sequence[int]) -> Sequence[int]:

@@ -113,7 +113,8 @@ def prepare(service: Service, asked: ChatRequest | TextRequest) -> PreparedReque
         service.log_altered(asked.conversation.altered)
         ignored += dict.fromkeys(asked.conversation.altered)
         with in_words_of(service, "conversation"):
-            prompts, choices, num_dropped = _chat(service, asked, ignored.extend)
+            prompts, choices, num_dropped = _chat(service, asked)
+            ignored += prompts[0].changes
     else:
         with in_words_of(service):
             prompts, choices = _texts(service, asked)
@@ -143,13 +144,11 @@ _PromptsAndChoices = tuple[list[Prompt], list[Choice]]
 """Each prompt, and asked.n choices for each."""
 
 
-def _chat(
-    service: Service, asked: ChatRequest, note_changes: Callable[[Sequence[str]], None]
-) -> tuple[list[Prompt], list[Choice], int]:
+def _chat(service: Service, asked: ChatRequest) -> tuple[list[Prompt], list[Choice], int]:
     """See _PromptsAndChoices; and how many turns were left out."""
     model, tools = service.model, asked.conversation.tools
     tokenizer = model.tokenizer
-    fitted = fitted_chat(service, asked, note_changes)
+    fitted = fitted_chat(service, asked)
     prompt_ids = fitted.prompt.ids
     if asked.is_prompt_only:
         return [fitted.prompt], [PromptChoice() for _ in range(asked.n)], fitted.num_dropped

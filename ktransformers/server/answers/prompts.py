@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,10 +35,14 @@ _RESERVED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The ids of a prompt, those of its pictures' positions included, and where its pictures are."""
+    """The ids of a prompt, those of its pictures' positions included, and where its pictures are.
+
+    changes: the names of what was folded in its conversation because the chat template does not keep it.
+    """
 
     ids: Sequence[int]
     media: tuple[MediaItem, ...] = ()
+    changes: tuple[str, ...] = ()
 
 
 def _part(part: Part) -> dict[str, str]:
@@ -117,12 +121,9 @@ def chat_prompt(
     max_len: int | None = None,
     force_think: bool = False,
     reads_special_tokens: bool = False,
-    note_changes: Callable[[Sequence[str]], None] | None = None,
 ) -> Prompt:
     """Return the prompt of a conversation whose pictures are read. force_think: open the reasoning when the template
     has not done it.
-
-    note_changes: called with the names of what was folded because the template does not keep it, if anything was.
 
     reads_special_tokens: those that a message spells are tokens, too; else they are text, so that nobody can forge a
     turn. Raises ConfigError and UnsupportedError for what the template refuses, ContextLengthError for more than
@@ -138,6 +139,7 @@ def chat_prompt(
     pictures = [part for message in messages for part in message.parts if isinstance(part, ReadPicture)]
     if pictures:
         kwargs = {**kwargs, "pictures": pictures}
+    changes: list[str] = []
     prompt_ids = tokenizer.apply_chat_template(
         turns,
         tools,
@@ -146,10 +148,10 @@ def chat_prompt(
         continue_reasoning=asked.messages[-1].reasoning if asked.continues_reasoning else None,
         reads_special_tokens=reads_special_tokens,
         max_len=max_len,
-        note_changes=None if note_changes is None else lambda names: note_changes(asked.named(names)),
+        note_changes=changes.extend,
         **kwargs,
     )
     tags, opens = tokenizer.reasoning_tags, asked.opens_answer and not asked.continues
     if force_think and tags is not None and opens and not tokenizer.opens_reasoning(prompt_ids):
         prompt_ids += tokenizer.encode(tags[0] + OPENED_NEWLINE, add_special_tokens=False)
-    return Prompt(prompt_ids, media_items(prompt_ids, pictures))
+    return Prompt(prompt_ids, media_items(prompt_ids, pictures), asked.named(changes))

@@ -51,7 +51,7 @@ async def suspend_request(id: str, request: Request) -> Response:
     if service.admission.is_draining:
         raise NotReadyError("the server is shutting down: nothing is suspended any more")
     service.ongoing.suspend(one)
-    await service.ongoing.settled(one)
+    await service.ongoing.written_down(one)
     return ApiResponse(one.described())
 
 
@@ -60,7 +60,7 @@ async def resume_request(id: str, request: Request) -> Response:
     """Resume a suspended request, with the tokens that it would have had."""
     service, one = _found(request, id)
     service.ongoing.resume(one)
-    await service.ongoing.settled(one)
+    await service.ongoing.written_down(one)
     return ApiResponse(one.described())
 
 

@@ -20,7 +20,7 @@ from typing import Protocol
 import zmq
 
 from ktransformers.errors import KTransformersError, StageLostError
-from ktransformers.profiling.recorder import Recorder, Runtime, open_recorder
+from ktransformers.profiling.recorder import Recorded, record_steps
 from ktransformers.scheduler.commands import ProfileOff, ProfileOn
 from ktransformers.scheduler.records import StepPlan, StepResult
 from ktransformers.server.balance.child import read_options
@@ -52,10 +52,8 @@ _MOST_WAIT = 2
 """Milliseconds that it may take at most: the scheduler answers within one."""
 
 
-class Executor(Protocol):
+class Executor(Recorded, Protocol):
     """An object that computes steps."""
-
-    recorder: Recorder | None
 
     def begin(self, plan: StepPlan) -> None:
         """Receive a step that will be executed after others: what can be done of it beside them may be begun."""
@@ -84,10 +82,6 @@ class Executor(Protocol):
         """
         ...
 
-    def new_runtime(self) -> Runtime | None:
-        """Return the runtime by which native code records in profiles; None without any."""
-        ...
-
 
 LoadedEngine = tuple[EngineFacts, Executor]
 
@@ -109,15 +103,6 @@ def _load(options: EngineOptions, status: zmq.Socket[bytes]) -> LoadedEngine | N
         status.send(encode(EngineFailed(options.epoch, type(error).__name__, str(error))))
         return None
     return loaded
-
-
-def _record(executor: Executor, endpoint: str | None, epoch: int) -> None:
-    """Have the executor's next steps recorded, or not."""
-    if executor.recorder is not None:
-        executor.recorder.close()
-    executor.recorder = None
-    if endpoint is not None:
-        executor.recorder = open_recorder(endpoint, f"engine {epoch}", epoch, executor.new_runtime())
 
 
 class _Work:
@@ -172,11 +157,14 @@ class _Work:
                 self._last.append((work.num_tokens, result.seconds - self._waited))
                 self._waited = 0.0
             case ProfileOn(endpoint):
-                _record(self._executor, endpoint, self._epoch)
+                self._record(endpoint)
             case ProfileOff():
-                _record(self._executor, None, self._epoch)
+                self._record(None)
             case Anew():
                 raise AssertionError("nothing is lost")
+
+    def _record(self, endpoint: str | None) -> None:
+        record_steps(self._executor, endpoint, f"engine {self._epoch}", self._epoch)
 
     def _drop_lost(self) -> None:
         """Steps that were planned before the scheduler knew."""

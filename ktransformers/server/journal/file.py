@@ -137,7 +137,7 @@ def _next_whole(data: bytes, at: int, seal: AESGCM, last: int) -> int | None:
 
 
 class JournalFile:
-    """A new journal file at `path`, 0600, which takes the place of one that is there when it is `settled`. Raises
+    """A new journal file at `path`, 0600, which takes the place of one that is there when it is `installed`. Raises
     OSError.
     """
 
@@ -170,7 +170,7 @@ class JournalFile:
             view = view[os.write(self._file, view) :]
         self.num_bytes += len(data)
 
-    def settle(self) -> None:
+    def install(self) -> None:
         """Move the file to its place as the journal: whoever reads finds either the old one or this one, whole."""
         os.fsync(self._file)
         self._new.replace(self._path)

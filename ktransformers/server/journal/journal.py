@@ -176,7 +176,7 @@ class Journal:
         made = JournalFile(self._folder / "journal", self._key, self._fingerprint)
         for one in self._state.kept.values():
             made.append([encoded(record) for record in one.records()])
-        made.settle()
+        made.install()
         return made
 
     def stop(self) -> None:

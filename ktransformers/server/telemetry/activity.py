@@ -1,6 +1,6 @@
 """Lines of the log about the service itself: how loading goes, how busy it is, and what it did when it ends.
 
-Pure text from counts and a clock that tests set; run.py says when.
+Pure text from counts and a clock that tests set; lifecycle.py says when.
 """
 
 from __future__ import annotations

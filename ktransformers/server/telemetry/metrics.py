@@ -239,7 +239,7 @@ class Metrics:
         self._answer_tokens.inc(stats.completion_len)
 
     def render(self, more: Collector) -> tuple[bytes, str]:
-        """Return the metrics as text, and its content type. more: what is said beside."""
+        """Return the metrics as text, and its content type. more: collects further metrics, of the backend."""
         return render_together([self], more)
 
 

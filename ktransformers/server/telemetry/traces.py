@@ -114,6 +114,10 @@ class TraceSink(Protocol):
         """Take in a request's spans, without waiting for anybody. headers: of the request, names in lower case."""
         ...
 
+    def close(self) -> None:
+        """Send what is left, and take in no more."""
+        ...
+
 
 def span_of(outcome: Outcome) -> Span | None:
     """Return the request's span, which ends now, with all that belongs to it. None: its path has none."""

@@ -179,7 +179,7 @@ class _Table:
 
     @classmethod
     def of_type(cls, model_type: str, other_type: str | None = None) -> _Table:
-        """Return what it says of one model type, or if that is nothing, of the other one: text models are published
+        """Return the entry of one model type, or if that is nothing, of the other one: text models are published
         alone, too, in the names of the models for images and text that they are of."""
         classes = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
         own = (names.get(model_type) for names in classes)

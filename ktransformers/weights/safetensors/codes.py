@@ -58,7 +58,7 @@ _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, 
 
 @dataclass(frozen=True, slots=True)
 class CodeSpec:
-    """What headers say of a matrix [rows, cols] of codes.
+    """Format, by its headers, of a matrix [rows, cols] of codes.
 
     group: columns that share a scale. scales: one of SCALE_DTYPES; E4M3 has an fp32 number per row besides.
     is_shuffled: an index says which group a column is of.

@@ -78,7 +78,7 @@ def scale_names(weight: str) -> Iterator[str]:
 
 
 def weight_groups(fields: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
-    """Yield what compressed-tensors' config says of the weights of each of its groups."""
+    """Yield the settings of compressed-tensors' config for the weights of each of its groups."""
     groups = fields.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None

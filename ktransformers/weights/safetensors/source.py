@@ -233,7 +233,7 @@ class SafetensorsSource:
     def _low_bits(self, origin: Origin) -> LowBitTensor | None:
         """The matrix of few bits that a parameter is, None where it is none or made of several or of a part of one."""
         if origin.operations and origin.sources[0] in self._low:
-            _say_dequantized(origin.operations)
+            _log_dequantized(origin.operations)
         return None if origin.operations else self._low.get(origin.sources[0])
 
     def _origin(self, name: str) -> Origin | None:
@@ -479,7 +479,7 @@ class SafetensorsSource:
 
 
 @cache
-def _say_dequantized(operations: tuple[str, ...]) -> None:
+def _log_dequantized(operations: tuple[str, ...]) -> None:
     logger.warning(
         "matrices of few bits that the model has in another shape (%s) are held in F32", ", ".join(operations)
     )

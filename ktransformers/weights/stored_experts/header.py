@@ -75,8 +75,8 @@ class SourceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SourceIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What says of which model experts are. tensors: digest of all tensors' names and sizes; sample: of some of their
-    bytes, because models of one shape have equal headers.
+    """Identity of the model that packed experts were made from. tensors: digest of all tensors' names and sizes;
+    sample: of some of their bytes, because models of one shape have equal headers.
     """
 
     files: tuple[SourceFile, ...]

@@ -154,7 +154,7 @@ def test_what_is_delivered_is_handed_over_in_the_next_step_or_when_none_follows(
 ) -> None:
     """While readers are given what a step has made, the next one is computed."""
     said = list[str]()
-    made = make(hand_over=lambda: said.append("hand over"))
+    made = make(notify=lambda: said.append("hand over"))
     executor = made.loop.engine.executor
     step, deliver = executor.runner.reduced_step, made.loop._deliver
 
@@ -188,11 +188,11 @@ def test_what_is_delivered_is_handed_over_before_a_call_and_at_the_end(
 ) -> None:
     waiting, handed = list[int](), list[int]()
 
-    def hand_over() -> None:
+    def notify() -> None:
         handed.extend(waiting)
         waiting.clear()
 
-    made = make(hand_over=hand_over)
+    made = make(notify=notify)
     monkeypatch.setattr(made.loop, "_ended", lambda: waiting.extend(handed))
     steps = Stepping(monkeypatch, 3)
     made.loop.post(added("a", count=50))

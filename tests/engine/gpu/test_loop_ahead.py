@@ -22,7 +22,7 @@ from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.layout import StepLayout
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.errors import EngineError, KTransformersError
-from ktransformers.scheduler.records import StepPlan, StepResult
+from ktransformers.scheduler.records import Request, StepPlan, StepResult
 from tests.support.engines.failing import fail_once
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.engines.gpu_engines import gpu_engine
@@ -69,7 +69,7 @@ def loop(path: Path, request: pytest.FixtureRequest) -> Iterator[BatchLoop[Engin
 
 def begun(loop: BatchLoop[Engine], ids: list[int], name: str | None = None) -> queue.SimpleQueue[Said]:
     events: queue.SimpleQueue[Said] = queue.SimpleQueue()
-    request = EngineRequest(ids, params(), name=name)
+    request = EngineRequest(Request(prompt_ids=ids, params=params()), name=name)
     prefill_and_generate(loop, request).begin(events.put)
     return events
 
@@ -125,7 +125,7 @@ def test_suspended_and_resumed(loop: BatchLoop[Engine], wanted: list[list[int]])
 
 
 def test_one_that_is_left_disturbs_nobody(loop: BatchLoop[Engine], wanted: list[list[int]]) -> None:
-    request = EngineRequest(PROMPTS[1], params(max_tokens=60))
+    request = EngineRequest(Request(prompt_ids=PROMPTS[1], params=params(max_tokens=60)))
     events = iter(prefill_and_generate(loop, request))
     assert next(events).token_id == wanted[1][0]
     other = begun(loop, PROMPTS[2])
@@ -137,7 +137,7 @@ def test_one_that_is_left_disturbs_nobody(loop: BatchLoop[Engine], wanted: list[
 def test_an_answer_ends_at_its_end_token(loop: BatchLoop[Engine], wanted: list[list[int]]) -> None:
     """A step is under way then that ran one token too many: nobody sees it."""
     stop = wanted[0][4]
-    request = EngineRequest(PROMPTS[0], params(stop_token_ids=(stop,)))
+    request = EngineRequest(Request(prompt_ids=PROMPTS[0], params=params(stop_token_ids=(stop,))))
     found = list(prefill_and_generate(loop, request))
     first = wanted[0].index(stop)
     assert [event.token_id for event in found] == wanted[0][: first + 1]

@@ -20,6 +20,7 @@ from ktransformers.engine.api.generate import prefill_and_generate
 from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.errors import EngineError
+from ktransformers.scheduler.records import Request
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.engines.one_sequence import static_engine
 from tests.support.engines.sequential import Session
@@ -66,7 +67,9 @@ def test_answers_are_those_of_the_cpu(experts_from: str, tmp_path: Path, monkeyp
         return engines[-1]
 
     def answers(loop: BatchLoop) -> list[list[int]]:
-        events = [iter(prefill_and_generate(loop, EngineRequest(ids, PARAMS))) for ids in PROMPTS]
+        events = [
+            iter(prefill_and_generate(loop, EngineRequest(Request(prompt_ids=ids, params=PARAMS)))) for ids in PROMPTS
+        ]
         return [[one.token_id for one in each if isinstance(one, TokenEvent)] for each in events]
 
     with closing(BatchLoop(built)) as loop:
@@ -78,7 +81,7 @@ def test_answers_are_those_of_the_cpu(experts_from: str, tmp_path: Path, monkeyp
             (table,) = files._tables
             table.handle._fail_next(1)
             with pytest.raises(EngineError, match="cannot be read"):
-                list(prefill_and_generate(loop, EngineRequest([7, *PROMPTS[0]], PARAMS)))
+                list(prefill_and_generate(loop, EngineRequest(Request(prompt_ids=[7, *PROMPTS[0]], params=PARAMS))))
             assert answers(loop) == wanted
     assert graphs.replays > NUM_TOKENS
     assert sum(held) > NUM_TOKENS  # launched before their tokens were known

@@ -69,6 +69,7 @@ def test_agrees_with_transformers(model_type: str, tmp_path: Path) -> None:
         # and the gates, decay and beta (of Kimi by column of a key) or dt. All fp32.
         ("qwen3_next", 4 * (64 + 2 + 16 + 24 + 2)),
         ("kimi_linear", 4 * (64 + 2 + 16 + 16 + 16 + 1)),
+        ("olmo_hybrid", 4 * (64 + 2 + 12 + 24 + 2)),
         ("nemotron_h", 8 * (64 + 2 + 2)),
         ("minimax", 4 * (64 + 2)),
         ("jamba", 0),

@@ -16,6 +16,7 @@ from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.sequence.partial import PartialGeneration
 from ktransformers.engine.step.drafts import ComputedRow, DraftRequest
 from ktransformers.media.records import is_media_id
+from ktransformers.scheduler.records import Request
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
 from tests.support.engines.picture_engines import IMAGE_TOKEN, picture_composite, picture_engine
 from tests.support.engines.tiered_service import Service
@@ -45,7 +46,11 @@ def test_a_session_goes_on_with_the_same_tokens(tmp_path: Path) -> None:
     engine, pictures = picture_engine(picture_composite("qwen3_vl"), tmp_path / "model")
     prompt = pictures.prompt([5, 9, 17], pictures.picture("a", 3, 4), list(range(20, 40)))
     with LLM.from_engine(engine) as llm:
-        events = list(prefill_and_generate(llm._batches, EngineRequest(prompt.ids, PARAMS, media=prompt.media)))
+        events = list(
+            prefill_and_generate(
+                llm._batches, EngineRequest(Request(prompt_ids=prompt.ids, params=PARAMS, media=prompt.media))
+            )
+        )
         answer = [event.token_id for event in events]
         begun = PartialGeneration(prompt.ids, PARAMS, answer[:9], prompt.media)
         saved = llm.save_session(tmp_path / "session", begun)

@@ -8,7 +8,7 @@ import pytest
 
 from ktransformers import LLM
 from ktransformers.config import bundled_model
-from ktransformers.engine.model.threads import settle_slow_threads
+from ktransformers.engine.model.threads import measure_slow_threads
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.cpu.topology import ThreadPlace
 
@@ -18,7 +18,7 @@ def test_reading_decides(together: float, rests: bool, caplog: pytest.LogCapture
     rates = iter([80e9, together])
     caplog.set_level(logging.INFO)
     pool = WorkerPool(2, places=[ThreadPlace(0), ThreadPlace(0, is_slow=True)])
-    settle_slow_threads(pool, lambda pool, nbytes, repeats: next(rates))
+    measure_slow_threads(pool, lambda pool, nbytes, repeats: next(rates))
     assert pool.slow_rest == rests
     what = "rest in" if rests else "take part in"
     assert caplog.messages == [
@@ -30,7 +30,7 @@ def test_reading_decides(together: float, rests: bool, caplog: pytest.LogCapture
 
 def test_one_kind_of_core_is_not_measured() -> None:
     pool = WorkerPool(2)
-    settle_slow_threads(pool, lambda pool, nbytes, repeats: pytest.fail("nothing is to be read"))
+    measure_slow_threads(pool, lambda pool, nbytes, repeats: pytest.fail("nothing is to be read"))
     assert not pool.slow_rest
     pool.close()
 

@@ -18,7 +18,7 @@ import torch
 
 from ktransformers.config import EngineConfig, parse_hosts
 from ktransformers.engine.load.builder import build_engine
-from ktransformers.engine.parallel.pipeline.network import local_address, local_interface, meeting_store
+from ktransformers.engine.parallel.pipeline.network import local_address, local_interface, rendezvous_store
 from ktransformers.engine.parallel.ranks import agent as agent_module
 from ktransformers.engine.parallel.ranks.agent import MOST_PENDING, StageAgent, connect, read_secret
 from ktransformers.engine.parallel.ranks.driver import Driver
@@ -300,7 +300,7 @@ def test_hosts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_the_meeting_place_listens_at_one_address(address: str) -> None:
     try:
-        store = meeting_store(address, 2)
+        store = rendezvous_store(address, 2)
     except EngineError as error:
         pytest.skip(str(error))
     store.set("a", "b")

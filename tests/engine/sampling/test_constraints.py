@@ -23,6 +23,7 @@ from ktransformers.core import Constraint, ConstraintKind, FinishReason, Reasoni
 from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.sampling.constraints import AnswerMask, mask_of
 from ktransformers.engine.step.executor import PagedExecutor
+from ktransformers.engine.step.executor_parts import ExecutorParts
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.errors import ConfigError
@@ -313,7 +314,8 @@ class Engines:
         cache = PagedCache(paged.cache.shapes, 60, 8)
         runner = ModelRunner(ForwardPass(paged.executor.runner.model, paged.pool))  # type: ignore[attr-defined]
         grammars = paged.model.tokenizer.grammars(VOCAB, (END,))
-        return PagedExecutor(runner, cache, paged.pool, VOCAB, mask_of=lambda start: mask_of(grammars, start.params))
+        parts = ExecutorParts(mask_of=lambda start: mask_of(grammars, start.params))
+        return PagedExecutor(runner, cache, paged.pool, VOCAB, parts)
 
 
 @pytest.fixture(scope="module")

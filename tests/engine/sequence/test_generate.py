@@ -21,6 +21,7 @@ from ktransformers.engine.api.batch_loop import BatchLoop, EngineRequest
 from ktransformers.engine.api.generate import Control, prefill_and_generate
 from ktransformers.engine.api.llm import LLM, default_sampling_params
 from ktransformers.errors import ConfigError, ContextLengthError, EngineError
+from ktransformers.scheduler.records import Request
 from ktransformers.tokenizer import Tokenizer
 from tests.support.engines.fake_runner import FakeEngine, FakeRunner, byte_tokenizer, ngram_logits, scripted_engine
 from tests.support.engines.sequential import Session, common_prefix_len
@@ -61,7 +62,7 @@ def ask(
     loop: Loop, prompt: list[int], params: SamplingParams, answer_ids: list[int] | None = None, **control: Any
 ) -> Iterator[TokenEvent]:
     loop.check(prompt, params)
-    request = EngineRequest(prompt, params, answer_ids=answer_ids or ())
+    request = EngineRequest(Request(prompt_ids=prompt, params=params, answer_ids=answer_ids or ()))
     return iter(prefill_and_generate(loop, request, Control(**control)))
 
 
@@ -227,7 +228,7 @@ def test_suspended_after_any_step(allowed: int, monkeypatch: pytest.MonkeyPatch)
             over.set()
 
     with loop_over(ngram_runner()) as loop:
-        generation = prefill_and_generate(loop, EngineRequest([1, 2, 3, 4, 5], params))
+        generation = prefill_and_generate(loop, EngineRequest(Request(prompt_ids=[1, 2, 3, 4, 5], params=params)))
         generation.begin(hear)
         while len(loop.engine.runner.calls) < allowed:
             loop.stats()

@@ -17,6 +17,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import Pooling, ReasoningSpec, SamplingParams, TokenEvent
 from ktransformers.engine.api.batch_loop import BatchLoop, EngineRequest
 from ktransformers.engine.load.builder import Engine, build_engine
+from ktransformers.scheduler.records import Request
 from tests.support.engines.one_sequence import StaticEngine, static_engine
 from tests.support.engines.sequential import Session
 from tests.support.engines.stepping import Stepping
@@ -63,7 +64,7 @@ class Asked:
 
     def __init__(self, loop: BatchLoop[Engine], prompt: Sequence[int], params: SamplingParams, name: str | None = None):
         self._loop, self._heard, self.events = loop, queue.SimpleQueue[object](), list[TokenEvent]()
-        self.request = EngineRequest(prompt, params, self._heard.put, name)
+        self.request = EngineRequest(Request(prompt_ids=prompt, params=params), self._heard.put, name)
         loop.check(prompt, params)
         loop.submit([self.request])
 

@@ -22,6 +22,7 @@ from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.sampling.sampler import RequestSampler, sample_batch
 from ktransformers.engine.step.context import ForwardBatch
 from ktransformers.engine.step.executor import PagedExecutor
+from ktransformers.engine.step.executor_parts import ExecutorParts
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.errors import CapacityError, KTransformersError
@@ -59,12 +60,12 @@ class Pair:
             self._known[key] = list(session.generate(prompt, params))
         return self._known[key]
 
-    def executor(self, num_pages: int | None = None) -> PagedExecutor:
+    def executor(self, num_pages: int | None = None, parts: ExecutorParts | None = None) -> PagedExecutor:
         """A fresh one over an empty cache, the weights shared."""
         paged = self.paged
         cache = PagedCache(paged.cache.shapes, num_pages or paged.cache.num_pages, PAGE)
         runner = ModelRunner(ForwardPass(self.paged_model, paged.pool))
-        return PagedExecutor(runner, cache, paged.pool, paged.model.vocab_size)
+        return PagedExecutor(runner, cache, paged.pool, paged.model.vocab_size, parts)
 
     @property
     def paged_model(self) -> object:
@@ -297,9 +298,7 @@ def test_masks_bind_runs_and_survive_preemption_and_loss(pair: Pair) -> None:
             return pack_ids([last - 1, last + 1], vocab)
 
     def executor() -> PagedExecutor:
-        made = pair.executor(12)
-        made._mask_of = lambda start: Neighbours() if start.params.seed else None
-        return made
+        return pair.executor(12, ExecutorParts(mask_of=lambda start: Neighbours() if start.params.seed else None))
 
     loop = PagedLoop(scheduler_config(pair.paged, num_pages=12), executor)
     params = SamplingParams(seed=3, max_tokens=30, ignore_eos=True)

@@ -17,9 +17,9 @@ from torch import nn
 from ktransformers.config import EngineConfig
 from ktransformers.core import EmbeddingForm, Pooling, SamplingParams
 from ktransformers.engine.api.batch_loop import BatchLoop, EngineRequest
-from ktransformers.engine.api.engine_loop import LoopEngine
 from ktransformers.engine.api.generate import prefill_and_generate
 from ktransformers.engine.load.builder import build_engine
+from ktransformers.engine.load.loaded import LoadedModel
 from ktransformers.engine.load.reference import build_reference_engine
 from ktransformers.engine.model.card import card_of
 from ktransformers.engine.model.opened import open_model
@@ -27,6 +27,7 @@ from ktransformers.engine.step.hidden import HiddenStatesHook, Pooled, embedding
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.models.heads import lacks_head
 from ktransformers.scheduler.limits import Limits
+from ktransformers.scheduler.records import Request
 from tests.support.engines.one_sequence import static_engine
 from tests.support.engines.sequential import Session
 from tests.support.gguf.writer import write_gguf
@@ -116,12 +117,12 @@ def test_a_model_without_a_decoder_of_its_own_makes_none() -> None:
         pass
 
 
-def _embedding(engine: LoopEngine, pooling: Pooling) -> np.ndarray:
+def _embedding(engine: LoadedModel, pooling: Pooling) -> np.ndarray:
     """Of IDS, asked for twice: the second time the prompt's whole pages are in the cache."""
     found, params = [], SamplingParams(temperature=0, max_tokens=2, pooling=pooling, seed=1)
     with closing(BatchLoop(lambda report: engine)) as loop:
         for _ in range(2):
-            first, second = prefill_and_generate(loop, EngineRequest(IDS, params))
+            first, second = prefill_and_generate(loop, EngineRequest(Request(prompt_ids=IDS, params=params)))
             assert second.embedding is None
             assert first.embedding is not None
             found.append(first.embedding)

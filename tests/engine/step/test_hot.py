@@ -32,7 +32,7 @@ from ktransformers.engine.model.fingerprint import ModelDigests
 from ktransformers.engine.model.hot_file import HotFile
 from ktransformers.engine.model.opened import open_model
 from ktransformers.engine.step.hot import HotGpu
-from ktransformers.operators.experts.hot import HotPool
+from ktransformers.operators.experts.gpu_slots import HotPool
 from ktransformers.operators.experts.split import NEVER
 from ktransformers.operators.experts.streamed import ExpertPrefill
 from ktransformers.optimize.hot_slots import HOT_EXPERTS

@@ -49,7 +49,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     kernel = gpu_latent.materialized_attention
 
     def counted(*args):  # type: ignore[no-untyped-def]
-        seen.append(int(args[5][:, 1].sum()))
+        seen.append(int(args[2][:, 1].sum()))
         return kernel(*args)
 
     monkeypatch.setattr(gpu_latent, "materialized_attention", counted)
@@ -170,7 +170,7 @@ def test_the_workspace_is_in_the_plan(tmp_path: Path) -> None:
 
 
 def test_the_cpu_says_that_it_absorbs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    mla._say_absorbed.cache_clear()
+    mla._log_absorbed.cache_clear()
     write_safetensors(tiny_model("deepseek_v2", seed=1), tmp_path)
     rules = rules_with(False, tmp_path, "cpu")
     with caplog.at_level(logging.INFO):

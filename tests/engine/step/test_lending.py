@@ -31,7 +31,7 @@ from tests.support.models.tiny_models import tiny_model, write_safetensors
 pytest.importorskip("triton")
 
 from ktransformers.engine.step import expert_streaming as module
-from ktransformers.operators.experts.hot import HotPool
+from ktransformers.operators.experts.gpu_slots import HotPool
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")
 

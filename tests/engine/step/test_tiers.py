@@ -30,7 +30,7 @@ pytest.importorskip("triton")
 
 from ktransformers.engine.model.hot_file import HotFile
 from ktransformers.engine.step.hot import HotGpu
-from ktransformers.operators.experts.hot import HotPool
+from ktransformers.operators.experts.gpu_slots import HotPool
 from tests.support.engines.inline_device import EagerCopies
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")

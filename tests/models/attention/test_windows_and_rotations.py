@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ktransformers.config import EngineConfig
 from ktransformers.errors import UnsupportedError
-from ktransformers.operators.attention.rope import _say_settled
+from ktransformers.operators.attention.rope import _log_resolved
 from ktransformers.operators.layers.cpu import FusedLayer
 from ktransformers.operators.layers.native_stack import NativeStack
 from ktransformers.operators.layers.traced import decoder_layers
@@ -137,7 +137,7 @@ def test_what_cannot_run_is_refused_while_loading(
 
 def test_the_log_says_which_factors_were_chosen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rope, values = SCALED_ROPES["phi3"]
-    _say_settled.cache_clear()  # it is said once a process, and another test may have made it do so
+    _log_resolved.cache_clear()  # it is said once a process, and another test may have made it do so
     with caplog.at_level(logging.INFO, logger="ktransformers"):
         engine_of(random_model(tiny_config("phi3", rope_parameters=rope, **values)), tmp_path).close()
     assert "RoPE of type longrope: every step has the factors of 64 positions (--cache_lens)" in caplog.text

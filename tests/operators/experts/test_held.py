@@ -16,7 +16,7 @@ from ktransformers.cache.hot_experts import HotExperts
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.transfer.async_cpu_experts import AsyncCpuExperts, StreamShape
 from ktransformers.operators.experts.split import Split
-from tests.operators.experts.test_hot import LateCopies
+from tests.operators.experts.test_gpu_slots import LateCopies
 from tests.operators.experts.test_streamed import (
     DEVICE,
     RATES,
@@ -34,8 +34,8 @@ pytest.importorskip("triton")
 
 from ktransformers.kernels.types import QuantType
 from ktransformers.operators.experts import streamed as module
+from ktransformers.operators.experts.gpu_slots import HotPool
 from ktransformers.operators.experts.host_experts import HostExperts
-from ktransformers.operators.experts.hot import HotPool
 from ktransformers.operators.experts.staging import Staging, StagingSize
 from ktransformers.operators.experts.streamed import ExpertPrefill, PrefillLayer, PrefillShape
 from tests.operators.experts.test_streamed import INNER

@@ -19,7 +19,7 @@ from tests.support.engines.inline_device import InlineDriver
 pytest.importorskip("triton")
 
 from ktransformers.engine.step.hot import _most_uploads
-from ktransformers.operators.experts.hot import HotPool
+from ktransformers.operators.experts.gpu_slots import HotPool
 from ktransformers.operators.experts.split import CpuRate, PrefillRates
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")

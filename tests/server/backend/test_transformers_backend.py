@@ -21,6 +21,7 @@ from ktransformers.engine.load.reference import ReferenceRunner, build_reference
 from ktransformers.engine.step.context import ForwardBatch
 from ktransformers.errors import UnsupportedError
 from ktransformers.operators.context import ForwardContext
+from ktransformers.scheduler.records import Request
 from ktransformers.system.shipped_rules import shipped_path
 from tests.support.engines.one_sequence import static_engine
 from tests.support.gguf.writer import write_gguf
@@ -48,10 +49,10 @@ def test_answers_are_those_of_generate() -> None:
     for question in QUESTIONS:
         ids = loop.engine.model.tokenizer.apply_chat_template([{"role": "user", "content": question}])
         params = SamplingParams(temperature=0, max_tokens=40, seed=1)
-        events = list(prefill_and_generate(loop, EngineRequest(ids, params)))
+        events = list(prefill_and_generate(loop, EngineRequest(Request(prompt_ids=ids, params=params))))
         wanted = model.generate(torch.tensor([ids]), max_new_tokens=40, do_sample=False)[0, len(ids) :].tolist()
         assert [event.token_id for event in events] == wanted
-        again = list(prefill_and_generate(loop, EngineRequest([*ids, *wanted], params)))
+        again = list(prefill_and_generate(loop, EngineRequest(Request(prompt_ids=[*ids, *wanted], params=params))))
         assert again[-1].stats.cached_len >= len(ids) // 16 * 16  # what they share was not computed again
     loop.close()
 

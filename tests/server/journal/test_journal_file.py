@@ -19,7 +19,7 @@ def file_with(folder: Path, payloads: list[bytes]) -> bytes:
     made = JournalFile(folder / "journal", KEY, MODEL)
     made.append(payloads[:1])
     made.append(payloads[1:])
-    made.settle()
+    made.install()
     made.sync()
     made.close()
     data = (folder / "journal").read_bytes()

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 
 from ktransformers.errors import ConfigError
 from ktransformers.server.app import create_app
-from ktransformers.server.run import open_traces
+from ktransformers.server.lifecycle import open_traces
 from ktransformers.server.telemetry.otlp import CLOSE_SECONDS, OtlpTraces, collector_url
 from ktransformers.server.telemetry.traces import Span
 from tests.support.servers.scripted_backend import Script, ScriptedBackend

@@ -167,7 +167,7 @@ class _Steps:
 
 
 class FakeEngine:
-    """A LoopEngine over a FakeRunner, for one sequence at a time. Its cache has the whole pages of the runner's
+    """A LoadedModel over a FakeRunner, for one sequence at a time. Its cache has the whole pages of the runner's
     max_len."""
 
     identity: Any = None

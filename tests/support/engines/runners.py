@@ -8,7 +8,8 @@ import torch
 
 from benchmarks.sequence import SequenceRunner
 from ktransformers.cache.static import StaticCache
-from ktransformers.engine.model.skeleton import build_skeleton, cache_shapes, restore_buffers
+from ktransformers.engine.model.skeleton import build_skeleton, restore_buffers
+from ktransformers.engine.plan.cache_shapes import cache_shapes
 from ktransformers.engine.plan.kv_types import KvTypes
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.runner import ModelRunner

@@ -21,7 +21,7 @@ class Stepping:
                 self.num_taken += 1
                 step(loop)
             else:
-                loop._hand_over()  # as when no step follows
+                loop._notify()  # as when no step follows
                 self._going.wait(0.001)  # until the next look at the commands
 
         monkeypatch.setattr(EngineLoop, "step", counted)

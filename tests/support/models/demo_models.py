@@ -84,4 +84,4 @@ async def demo_models(
         try:
             yield made
         finally:
-            await made.models.close()
+            await made.models.stop()

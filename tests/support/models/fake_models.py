@@ -147,4 +147,4 @@ class Lab:
         return [name for name in self.lives if self.models.pool.state(name) == "running"]
 
     async def close(self) -> None:
-        await self.models.close()
+        await self.models.stop()

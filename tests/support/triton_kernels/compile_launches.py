@@ -49,12 +49,12 @@ from ktransformers.kernels.triton.common.candidates import BestTokens
 from ktransformers.kernels.triton.common.clock import write_device_time
 from ktransformers.kernels.triton.common.convert import convert_rows
 from ktransformers.kernels.triton.common.elementwise import add_rms_norm, gate_heads
-from ktransformers.kernels.triton.experts.hot import split_pairs, sum_onto
 from ktransformers.kernels.triton.experts.matrices import SILU, ExpertMatrices, MoeEpilogue, MoeMatrices, RoutedRows
 from ktransformers.kernels.triton.experts.moe import moe
 from ktransformers.kernels.triton.experts.router import MAX_ROUTED_ROWS, Chosen, SlotSplit, route_rows, topk_router
+from ktransformers.kernels.triton.experts.slot_map import split_pairs, sum_onto
 from ktransformers.kernels.triton.linear.linear import gated_linear, linear, linear_pair
-from ktransformers.kernels.triton.quant import dequant
+from ktransformers.kernels.triton.quant.dequant import WeightMatrix, dequantize
 from ktransformers.kernels.triton.quant.repack import CPU_PACKED_TYPES, GpuLayout, can_repack, layout_nbytes
 from ktransformers.kernels.types import Activation, ActivationSpec, GroupType, OwnType, QuantType
 from tests.support.triton_kernels.recurrent_launches import all_recurrent, call_delta_net, call_selective, call_ssd
@@ -156,20 +156,21 @@ def weights(qtype, rows, cols, layout, num=1):
     return torch.zeros(num, layout_nbytes(qtype, rows, cols, layout), dtype=torch.uint8)
 
 
+def matrix(qtype, rows, cols, layout=GpuLayout.PLANES):
+    return WeightMatrix(weights(qtype, rows, cols, layout), qtype, rows, cols, layout)
+
+
 def call_linear(qtype, rows, cols, tokens, layout=GpuLayout.PLANES, dtype=torch.bfloat16, bias=None):
-    x = torch.zeros(tokens, cols, dtype=dtype)
-    linear(x, weights(qtype, rows, cols, layout), qtype, rows, cols, bias, layout=layout)
+    linear(torch.zeros(tokens, cols, dtype=dtype), matrix(qtype, rows, cols, layout), bias)
 
 
 def call_pair(types, rows, cols, tokens):
     x = torch.zeros(tokens, cols, dtype=torch.bfloat16)
-    data = tuple(weights(qtype, count, cols, GpuLayout.PLANES) for qtype, count in zip(types, rows, strict=True))
-    linear_pair(x, data, types, rows, cols)
+    linear_pair(x, tuple(matrix(*each, cols) for each in zip(types, rows, strict=True)))
 
 
 def call_gated(qtype, rows, cols, tokens):
-    x = torch.zeros(tokens, cols, dtype=torch.bfloat16)
-    gated_linear(x, weights(qtype, rows, cols, GpuLayout.PLANES), qtype, rows, cols, Activation.SILU)
+    gated_linear(torch.zeros(tokens, cols, dtype=torch.bfloat16), matrix(qtype, rows, cols), Activation.SILU)
 
 
 def call_moe(types, hidden, width, tokens, layout=GpuLayout.PLANES, num=8, top_k=4, epilogue=SILU):
@@ -333,7 +334,8 @@ def call_expanded(heads, rows, length, nope=128, rotary=64, width=128):
     keys = torch.zeros(heads, length, nope, dtype=torch.bfloat16)
     values, out = keys.new_zeros(heads, length, width), keys.new_zeros(rows, heads, width)
     tiles = tiles_of([MaterializedRun(0, rows, 0, length)], tile.block_m)
-    materialized_attention(q, q[..., nope:].contiguous(), keys, latents[:, 512:], values, tiles, 0.1, out, tile)
+    queries, cached = (q, q[..., nope:].contiguous()), (keys, latents[:, 512:], values)
+    materialized_attention(queries, cached, tiles, 0.1, out, tile)
 
 
 def call_candidates(vocab, rows=2, room=128):
@@ -437,7 +439,7 @@ def everything():
                 if layout == GpuLayout.PLANES or tokens in (1, 300):
                     call_linear(qtype, 768, 2048, tokens, layout)
             out = torch.empty(768, 512, dtype=torch.float16)
-            dequant.dequantize(weights(qtype, 768, 512, layout), qtype, 768, 512, out, layout=layout)
+            dequantize(matrix(qtype, 768, 512, layout), out)
     for number, qtype in enumerate(GRIDS):
         for tokens in (1 + number % 4, 20 if number % 2 else 300):
             call_linear(qtype, 768, 2048, tokens, GpuLayout.CPU_PACKED)

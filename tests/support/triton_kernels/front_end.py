@@ -54,8 +54,8 @@ def of_types(types: Any, tokens: tuple[int, ...]) -> None:
         for count in tokens:
             launches.call_linear(qtype, 768, 2048, count, GpuLayout.CPU_PACKED)
             launches.call_moe((qtype, qtype), 2048, 768, count, layout=GpuLayout.CPU_PACKED)
-        data, out = launches.weights(qtype, 768, 512, GpuLayout.CPU_PACKED), torch.empty(768, 512, dtype=torch.float16)
-        launches.dequant.dequantize(data, qtype, 768, 512, out, layout=GpuLayout.CPU_PACKED)
+        out = torch.empty(768, 512, dtype=torch.float16)
+        launches.dequantize(launches.matrix(qtype, 768, 512, GpuLayout.CPU_PACKED), out)
 
 
 def main() -> int:

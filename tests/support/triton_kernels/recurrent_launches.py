@@ -40,7 +40,7 @@ def call_linear_scan(rows, groups, heads, key_dim, value_dim):
 def call_ssd(rows, groups, heads, size, width):
     x, dt = torch.zeros(rows, heads, width, dtype=torch.bfloat16), torch.zeros(rows, heads, dtype=torch.bfloat16)
     b, states, small = x.new_zeros(rows, groups, size), torch.zeros(2, heads, size, width), torch.zeros(heads)
-    recurrent_mixers.ssd_scan(x, dt, b, b, (small, small, small), states, state_step(rows))
+    recurrent_mixers.ssd_scan(ScanCall(b, b, x, dt, None, states, state_step(rows)), (small, small, small))
 
 
 def call_selective(rows, channels, size):

@@ -11,7 +11,7 @@ from torch import distributed
 
 from ktransformers.errors import EngineError, reason_of
 
-__all__ = ["local_address", "local_interface", "meeting_store"]
+__all__ = ["local_address", "local_interface", "rendezvous_store"]
 
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of Linux
 
@@ -42,7 +42,7 @@ def local_interface(host: str) -> str | None:
     return None
 
 
-def meeting_store(address: str, size: int) -> Any:
+def rendezvous_store(address: str, size: int) -> Any:
     """The TCPStore over which `size` processes find each other, its server in this one, on a free port of `address`.
 
     By itself torch listens at every address of the machine, whatever it is given. Raises EngineError.

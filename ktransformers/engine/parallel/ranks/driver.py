@@ -18,7 +18,7 @@ from typing_extensions import override
 from ktransformers.config import EngineConfig, parse_hosts
 from ktransformers.engine.model.opened import OpenedModel
 from ktransformers.engine.parallel.pipeline.memory_budgets import StageMemoryBudget
-from ktransformers.engine.parallel.pipeline.network import meeting_store
+from ktransformers.engine.parallel.pipeline.network import rendezvous_store
 from ktransformers.engine.parallel.ranks.agent import read_secret
 from ktransformers.engine.parallel.ranks.messages import Begin, Captured, Loaded, Made, Regroup, Start, Step, encode
 from ktransformers.engine.parallel.ranks.parallel_strategy import ParallelStrategy, num_processes, parallel_strategy
@@ -192,7 +192,7 @@ class Driver(Ranks):
             folder = Path(self._undo.enter_context(tempfile.TemporaryDirectory(prefix="kt-ranks-")))
             place = str(folder / "meeting")
         else:
-            self._store = meeting_store(address, self._strategy.size)
+            self._store = rendezvous_store(address, self._strategy.size)
             place = f"tcp://{address}:{self._store.port}"
         for worker in new:
             worker.watch()

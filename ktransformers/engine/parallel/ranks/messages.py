@@ -67,9 +67,9 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
 
 
 class Shown(msgspec.Struct, frozen=True, array_like=True):
-    """What a step shows of pictures, see PictureRows. rows: int64 [N], hidden and by_layer: fp32 [N, width] each, ends
-    and starts: int32 [T], pool_starts: int64 [3, T], positions: int64 [3, T], routed: int64 [M], gaps: int64 [2, G];
-    empty where there are none."""
+    """The pictures in the rows of a step, see PictureRows. rows: int64 [N], hidden and by_layer: fp32 [N, width] each,
+    ends and starts: int32 [T], pool_starts: int64 [3, T], positions: int64 [3, T], routed: int64 [M], gaps: int64
+    [2, G]; empty where there are none."""
 
     width: int
     rows: bytes

@@ -238,7 +238,7 @@ def _cut_attention(cut: _Cut, module: nn.Module, key: str) -> str | None:
     cut.columns(module, key, "o_proj", first * value_dim, count * value_dim)
     if spec.has_sinks:
         _cut_sinks(cut, module, key, first, count)
-    _tell_heads(module, heads, kv_heads, count, kv_count)
+    _set_head_counts(module, heads, kv_heads, count, kv_count)
     cut.heads[int(module.layer_idx)] = count, kv_count  # type: ignore[arg-type]
     if recognize_attention(module) != replace(spec, num_heads=count, num_kv_heads=kv_count):
         raise UnsupportedError(
@@ -269,7 +269,7 @@ def _cut_latent(cut: _Cut, module: nn.Module, key: str) -> str | None:
     cut.columns(module, key, "o_proj", first * spec.v_dim, count * spec.v_dim)
     if spec.has_sinks:
         _cut_sinks(cut, module, key, first, count)
-    _tell_heads(module, heads, heads, count, count)
+    _set_head_counts(module, heads, heads, count, count)
     index = int(module.layer_idx)  # type: ignore[arg-type]
     cut.heads[index] = count, count
     return None
@@ -280,7 +280,7 @@ def _cut_sinks(cut: _Cut, module: nn.Module, key: str, first: int, count: int) -
     module.sinks = nn.Parameter(torch.empty(count, device="meta"), requires_grad=False)
 
 
-def _tell_heads(module: nn.Module, heads: int, kv_heads: int, count: int, kv_count: int) -> None:
+def _set_head_counts(module: nn.Module, heads: int, kv_heads: int, count: int, kv_count: int) -> None:
     """What the module itself knows of its heads."""
     counts = {name: known for name, known in vars(module).items() if name.endswith("heads") and isinstance(known, int)}
     for name, known in counts.items():

@@ -168,11 +168,8 @@ def tiles_of(runs: Iterable[MaterializedRun], block_m: int) -> Tensor:
 
 
 def materialized_attention(
-    q: Tensor,
-    q_rot: Tensor,
-    keys: Tensor,
-    k_rot: Tensor,
-    values: Tensor,
+    queries: tuple[Tensor, Tensor],
+    cached: tuple[Tensor, Tensor, Tensor],
     tiles: Tensor,
     scale: float,
     out: Tensor,
@@ -180,11 +177,14 @@ def materialized_attention(
 ) -> None:
     """Compute causal attention of the rows in `tiles` for h heads, to their rows of `out`; other rows stay as they are.
 
-    q: [T, h, >= N], of which the first N columns count; q_rot: [T, h, P], rotated. keys: [h, L, N], values: [h, L, V],
-    contiguous. k_rot: [L, P], any row stride. All are fp16, bf16 or fp32, keys, k_rot and values of one type. tiles:
-    int32 [tiles, 4] of `tiles_of` for tile.block_m, on q's device. scale: of the logits, above 0. out: [T, h, V].
-    Raises TypeError or ValueError for what does not fit; rows and positions in `tiles` are not checked.
+    queries: q [T, h, >= N], of which the first N columns count, and q_rot [T, h, P], rotated. cached: keys [h, L, N],
+    contiguous, k_rot [L, P] of any row stride, and values [h, L, V], contiguous. All are fp16, bf16 or
+    fp32, keys, k_rot and values of one type. tiles: int32 [tiles, 4] of `tiles_of` for tile.block_m, on q's device.
+    scale: of the logits, above 0. out: [T, h, V]. Raises TypeError or ValueError for what does not fit; rows and
+    positions in `tiles` are not checked.
     """
+    q, q_rot = queries
+    keys, k_rot, values = cached
     num_rows, heads = q.shape[:2]
     num_positions, nope, rope, v_dim = keys.shape[1], keys.shape[2], k_rot.shape[1], values.shape[2]
     check_float("q", q, (None, heads, None))

@@ -186,7 +186,7 @@ def warmup(progress: Callable[[int, int], None] | None = None) -> Iterator[Compi
     try:
         with ExitStack() as stack:
             stack.callback(compilers.shutdown)
-            stack.enter_context(_compilations.told(count))
+            stack.enter_context(_compilations.calling(count))
             if compiles():
                 stack.enter_context(_compile_mode(compilers))
             with watch_launches(found.variants.add, launches=False), _Zeros():
@@ -236,7 +236,8 @@ class _Compilations:
             self._other(src=src, cache_hit=cache_hit, **rest)
 
     @contextmanager
-    def told(self, listener: Listener) -> Iterator[None]:
+    def calling(self, listener: Listener) -> Iterator[None]:
+        """Call `listener` for each kernel that is compiled or loaded inside the block."""
         self.install()
         self.listeners.append(listener)
         try:

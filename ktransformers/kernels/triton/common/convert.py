@@ -67,8 +67,8 @@ def wait_for_word(address: int, value: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CopySignal:
-    """What tells the CPU that a copy is there: the int32 at `address`, in pinned memory as the device sees it, becomes
-    `word`. counter: int32 [1] on the device, 0 between launches, of one stream."""
+    """Signal to the CPU that a copy has arrived: the int32 at `address`, in pinned memory as the device sees it,
+    becomes `word`. counter: int32 [1] on the device, 0 between launches, of one stream."""
 
     counter: Tensor
     address: int

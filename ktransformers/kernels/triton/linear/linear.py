@@ -20,12 +20,12 @@ from ktransformers.kernels.triton.common.bits import ONE
 from ktransformers.kernels.triton.common.elementwise import activation_value
 from ktransformers.kernels.triton.common.runtime import jit, power_of_two, tl, triton
 from ktransformers.kernels.triton.linear.matmul import dot_tile, gemv_tile
-from ktransformers.kernels.triton.quant.dequant import check_matrix, runs_ahead
+from ktransformers.kernels.triton.quant.dequant import WeightMatrix, runs_ahead
 from ktransformers.kernels.triton.quant.repack import GpuLayout, has_gemv
 from ktransformers.kernels.triton.quant.tables import tables
-from ktransformers.kernels.types import Activation, WeightType
+from ktransformers.kernels.types import Activation
 
-__all__ = ["SPLIT_ROWS", "VECTOR_ROWS", "Rows", "Workspace", "gated_linear", "launch", "linear", "linear_pair"]
+__all__ = ["SPLIT_ROWS", "VECTOR_ROWS", "Workspace", "gated_linear", "launch", "linear", "linear_pair"]
 
 #: Largest number of rows that the vector kernel takes.
 VECTOR_ROWS = 4
@@ -281,57 +281,44 @@ def result(out: Tensor | None, x: Tensor, rows: int) -> Tensor:
 
 def linear(
     x: Tensor,
-    weight: Tensor,
-    qtype: WeightType,
-    rows: int,
-    cols: int,
+    weight: WeightMatrix,
     bias: Tensor | None = None,
     out: Tensor | None = None,
     *,
-    layout: GpuLayout = GpuLayout.ROWS,
     workspace: Workspace | None = None,
 ) -> Tensor:
     """Compute out[t, n] = sum_k x[t, k] W[n, k] + bias[n].
 
-    x: [T, K] fp16 or bf16, rows contiguous. weight: uint8, a matrix [rows, cols] in the layout named; the GPU's is the
-    fastest, by far for few rows of x, ggml's the slowest. bias: [N], any float type. out: [T, N], fp16, bf16 or fp32;
-    x's dtype when None. workspace: for splitting columns; made when None. Weights are widened to fp32 for up to
-    VECTOR_ROWS rows of x in the GPU's layout, and rounded to x's dtype otherwise; sums are in fp32, in an order that
-    depends on shapes alone. The first call of a shape compiles, which a graph capture does not allow. Raises TypeError
-    or ValueError for arguments that do not fit.
+    x: [T, K] fp16 or bf16, rows contiguous. weight: [N, K] in any layout; the GPU's is the fastest, by far for few rows
+    of x, ggml's the slowest. bias: [N], any float type. out: [T, N], fp16, bf16 or fp32; x's dtype when None.
+    workspace: for splitting columns; made when None. Weights are widened to fp32 for up to VECTOR_ROWS rows of x in the
+    GPU's layout, and rounded to x's dtype otherwise; sums are in fp32, in an order that depends on shapes alone. The
+    first call of a shape compiles, which a graph capture does not allow. Raises TypeError or ValueError for arguments
+    that do not fit.
     """
-    check_matrix(weight, qtype, rows, cols, layout)
-    return launch(x, (Rows(weight, int(qtype), rows),), cols, bias, out, layout, workspace)
+    return launch(x, (weight,), bias, out, workspace)
 
 
 def linear_pair(
     x: Tensor,
-    weights: tuple[Tensor, Tensor],
-    qtypes: tuple[WeightType, WeightType],
-    rows: tuple[int, int],
-    cols: int,
+    weights: tuple[WeightMatrix, WeightMatrix],
     bias: Tensor | None = None,
     out: Tensor | None = None,
     *,
     workspace: Workspace | None = None,
 ) -> Tensor:
-    """Compute the products of x with two matrices side by side in one launch: [T, rows[0] + rows[1]].
+    """Compute the products of x with two matrices side by side in one launch: [T, rows of the first + of the second].
 
-    Both matrices are in the GPU's layout, of types that may differ; rows in 8s. bias: [rows[0] + rows[1]]. The others
-    as in `linear`.
+    Both matrices are in the GPU's layout, of types that may differ; rows in 8s. bias: of both. The others as in
+    `linear`.
     """
-    for weight, qtype, count in zip(weights, qtypes, rows, strict=True):
-        check_matrix(weight, qtype, count, cols, GpuLayout.PLANES)
-    parts = tuple(Rows(w, int(q), n) for w, q, n in zip(weights, qtypes, rows, strict=True))
-    return launch(x, parts, cols, bias, out, GpuLayout.PLANES, workspace)
+    _check_planes(*weights)
+    return launch(x, weights, bias, out, workspace)
 
 
 def gated_linear(
     x: Tensor,
-    weight: Tensor,
-    qtype: WeightType,
-    rows: int,
-    cols: int,
+    weight: WeightMatrix,
     kind: Activation,
     bias: Tensor | None = None,
     out: Tensor | None = None,
@@ -340,35 +327,31 @@ def gated_linear(
 ) -> Tensor:
     """Compute act(x gate^T) * (x up^T) in one launch: [T, rows / 2].
 
-    weight: row 2 i of the matrix [rows, cols] is gate's row i, row 2 i + 1 up's, in the GPU's layout; bias likewise.
-    kind: an activation without numbers of its own. What is activated is fp32, not rounded. The others as in `linear`.
+    weight: row 2 i is gate's row i, row 2 i + 1 up's, in the GPU's layout; bias likewise. kind: an activation without
+    numbers of its own. What is activated is fp32, not rounded. The others as in `linear`.
     """
-    check_matrix(weight, qtype, rows, cols, GpuLayout.PLANES)
+    _check_planes(weight)
     if kind.is_clamped:
         raise ValueError(f"{kind.name} has numbers of its own: compute the product and activate it")
-    return launch(x, (Rows(weight, int(qtype), rows),), cols, bias, out, GpuLayout.PLANES, workspace, kind.name)
+    return launch(x, (weight,), bias, out, workspace, kind.name)
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """A checked matrix, of `rows` rows and a type that dequant.py knows."""
-
-    data: Tensor
-    type_number: int
-    rows: int
+def _check_planes(*weights: WeightMatrix) -> None:
+    for weight in weights:
+        if weight.layout is not GpuLayout.PLANES:
+            raise ValueError(f"a matrix {weight.qtype.name} in the layout {weight.layout.name}, not in the GPU's")
 
 
 def launch(
     x: Tensor,
-    weights: tuple[Rows, ...],
-    cols: int,
+    weights: tuple[WeightMatrix, ...],
     bias: Tensor | None,
     out: Tensor | None,
-    layout: GpuLayout,
     workspace: Workspace | None,
     act: str = "",
 ) -> Tensor:
     """Launch `linear` for one or two matrices of one layout, or `gated_linear` when `act` is not empty."""
+    cols, layout = weights[0].cols, weights[0].layout
     check_rows("x", x, cols)
     rows = sum(weight.rows for weight in weights)
     if bias is not None and (bias.shape != (rows,) or not bias.is_contiguous()):
@@ -379,11 +362,11 @@ def launch(
         return target
     first, second = weights[0], weights[-1]
     second_rows = second.rows if len(weights) > 1 else 0
-    types = (first.type_number, second.type_number)
+    types = (int(first.qtype), int(second.qtype))
     counts = (cols, first.rows, second_rows)
     bias_or_x = x if bias is None else bias
     options = {"HAS_BIAS": bias is not None, "ACT": act}
-    if tokens <= VECTOR_ROWS and all(has_gemv(weight.type_number, layout) for weight in weights):
+    if tokens <= VECTOR_ROWS and all(has_gemv(int(weight.qtype), layout) for weight in weights):
         block, groups, split, warps = _gemv_plan(rows, cols)
         tiles = sum(triton.cdiv(weight.rows, block) for weight in weights)
         space = _space(workspace, x, split, tokens, rows, tiles)
@@ -393,7 +376,7 @@ def launch(
             *counts, BN=block, KS=groups, M=tokens, SPLIT=split, num_warps=warps, **options,
         )  # fmt: skip
         return target
-    is_ahead = all(runs_ahead(weight.type_number, int(layout)) for weight in weights)
+    is_ahead = all(runs_ahead(int(weight.qtype), int(layout)) for weight in weights)
     block_m, block_n, block_k, split, warps = _tile_plan(tokens, rows, cols, is_ahead)
     grid = (triton.cdiv(tokens, block_m), sum(triton.cdiv(weight.rows, block_n) for weight in weights), split)
     space = _space(workspace, x, split, tokens, rows, grid[0] * grid[1])

@@ -96,7 +96,7 @@ def table_word(type_number, index):
 
 @static
 def value_shift(type_number):
-    """What the bit of a sub-block adds to its values; 0 of types without such bits."""
+    """Addend of the values of a sub-block whose bit is set; 0 of types without such bits."""
     return _IQK[type_number].shift if type_number in _IQK else 0
 
 

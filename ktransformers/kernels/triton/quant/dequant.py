@@ -11,6 +11,8 @@ Knows the bits of the formats; does not know matrix products or experts.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -41,6 +43,7 @@ from ktransformers.kernels.triton.quant.tables import tables
 from ktransformers.kernels.types import QuantType, WeightType
 
 __all__ = [
+    "WeightMatrix",
     "check_matrix",
     "dequantize",
     "five_bits",
@@ -422,15 +425,30 @@ def check_matrix(weight: Tensor, qtype: WeightType, rows: int, cols: int, layout
         raise ValueError(f"a matrix [{rows}, {cols}] of {nbytes} bytes is too large for 32-bit offsets")
 
 
-def dequantize(
-    raw: Tensor, qtype: WeightType, rows: int, cols: int, out: Tensor | None = None, layout: GpuLayout = GpuLayout.ROWS
-) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class WeightMatrix:
+    """A matrix [rows, cols] of weights as the kernels read it. data: uint8 on their device, in `layout`.
+
+    Raises TypeError or ValueError where the bytes do not agree with the rest.
+    """
+
+    data: Tensor
+    qtype: WeightType
+    rows: int
+    cols: int
+    layout: GpuLayout = GpuLayout.ROWS
+
+    def __post_init__(self) -> None:
+        check_matrix(self.data, self.qtype, self.rows, self.cols, self.layout)
+
+
+def dequantize(matrix: WeightMatrix, out: Tensor | None = None) -> Tensor:
     """Return a matrix as numbers: [rows, cols], of `out`'s dtype (fp32, fp16 or bf16; fp32 when None).
 
-    raw: uint8, in the layout named. Equal to `gguf.quants.dequantize` up to one rounding of the output type (and
+    Equal to `gguf.quants.dequantize` up to one rounding of the output type (and
     |s| 2^-14 in the repacked forms: see above).
     """
-    check_matrix(raw, qtype, rows, cols, layout)
+    raw, rows, cols = matrix.data, matrix.rows, matrix.cols
     if out is None:
         out = torch.empty(rows, cols, dtype=torch.float32, device=raw.device)
     if out.shape != (rows, cols) or not out.is_contiguous():
@@ -438,6 +456,6 @@ def dequantize(
     if rows and cols:
         grid = (triton.cdiv(cols, 64), triton.cdiv(rows, 64))
         _dequantize_kernel[grid](
-            raw, out, ONE, tables(raw.device), int(qtype), int(layout), cols, rows, BN=64, num_warps=4
+            raw, out, ONE, tables(raw.device), int(matrix.qtype), int(matrix.layout), cols, rows, BN=64, num_warps=4
         )
     return out

@@ -126,7 +126,7 @@ def causal_conv(call: ConvCall, *, columns: Tensor | None = None, out: Tensor | 
 
 @dataclass(frozen=True, slots=True)
 class Mixer:
-    """What `rows_kernel` computes besides a scan whose decay and beta are still logits.
+    """Parts of a layer that `rows_kernel` computes besides a scan whose decay and beta are still logits.
 
     rate, bias: fp32, what makes a decay of a logit. weight: of the gated norm, or with limits Mamba-2's D. gate:
     [T, Hk, R, V]. limits: of dt.

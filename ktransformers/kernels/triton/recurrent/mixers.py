@@ -125,8 +125,6 @@ def gated_delta_net(
     net: DeltaNet,
     states: tuple[Tensor, Tensor],
     step: StateStep,
-    *,
-    out: Tensor | None = None,
 ) -> Tensor:
     """Compute all between the projections of a gated delta net: convolution, gates, scan, gated norm. [T, Hv V], made
     like x.
@@ -140,8 +138,7 @@ def gated_delta_net(
     check_step(step, rows, states[1], (heads, net.key_dim, width))
     mixed = x.new_empty(rows, net.conv_weight.shape[0])
     causal_conv(ConvCall(x, net.conv_weight, net.conv_bias, states[0], step), columns=net.columns, out=mixed)
-    result = x.new_empty(rows, heads * width) if out is None else out
-    check_float("out", result, (rows, heads * width))
+    result = x.new_empty(rows, heads * width)
     if rows == 0 or step.num_seqs == 0:
         return result
     mixer = Mixer(net.rate, net.bias, net.norm_weight, gate, net.gate, net.norm_eps)
@@ -160,23 +157,16 @@ def gated_delta_net(
 
 
 def ssd_scan(
-    x: Tensor,
-    dt: Tensor,
-    b: Tensor,
-    c: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor],
-    states: Tensor,
-    step: StateStep,
-    limits: tuple[float, float] = (0.0, float("inf")),
-    *,
-    out: Tensor | None = None,
+    call: ScanCall, weights: tuple[Tensor, Tensor, Tensor], limits: tuple[float, float] = (0.0, float("inf"))
 ) -> Tensor:
     """Compute Mamba-2's scan (arXiv 2405.21060) of logits of dt: dt = softplus(dt + bias) within limits; S = exp(dt A)
     S + B (x) dt x; out = C' S + D x.
 
-    x: [T, H, P]. dt: [T, H]. b, c (B, C): [T, G, N] of H / G neighbouring heads each. weights: rate (A, -exp(A_log)),
-    bias (dt_bias) and D, fp32 [H] each. states: [slots, H, N, P]. Returns [T, H, P], fp32 unless `out` says otherwise.
+    call: C and B as q and k [T, G, N], each of H / G neighbouring heads, x as v [T, H, P], dt as decay [T, H], no beta;
+    states [slots, H, N, P]. weights: rate (A, -exp(A_log)), bias (dt_bias) and D, fp32 [H] each. Returns
+    fp32 [T, H, P].
     """
+    c, b, x, dt, states, step = call.q, call.k, call.v, call.decay, call.states, call.step
     check_float("x", x, (None, None, None))
     rows, heads, width = x.shape
     check_float("dt", dt, (rows, heads))
@@ -188,12 +178,10 @@ def ssd_scan(
     for name, weight in zip(("rate", "bias", "D"), weights, strict=True):
         _check_small(name, weight, (heads,))
     check_step(step, rows, states, (heads, size, width))
-    result = x.new_empty(rows, heads, width, dtype=torch.float32) if out is None else out
-    check_float("out", result, (rows, heads, width))
+    result = x.new_empty(rows, heads, width, dtype=torch.float32)
     if result.numel() == 0 or step.num_seqs == 0:
         return result
     rate, bias, skip = weights
-    call = ScanCall(c, b, x, dt, None, states, step)
     scan = Scan(call, result, False, Mixer(rate, bias, skip, limits=limits))
     launch_rows(scan)
     if scan.is_chunked:

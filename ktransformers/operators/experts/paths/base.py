@@ -34,7 +34,7 @@ IssuedT = TypeVar("IssuedT")
 
 @dataclass(frozen=True, slots=True)
 class ExpertFunction:
-    """What an expert computes between and behind its products.
+    """Arithmetic of an expert between and behind its products.
 
     activation: None when no kernel computes the expert. act: the activation on torch, [T, 2 I] -> [T, I] with a gate,
     else of [T, I]. norm: of each expert's result before it is weighed, None for most families.
@@ -146,7 +146,7 @@ def _projections(info: ExpertsInfo) -> list[TensorInfo]:
 
 @dataclass(frozen=True, slots=True)
 class ExpertStep:
-    """What the experts of a layer are to compute in one step.
+    """Work of a layer's experts in one step.
 
     hidden_states: [..., H], on any device. topk_ids, topk_weights: [T, K]; an id equal to the number of experts is
     skipped. is_counted: whether the router has filled what `ExpertPath.chosen` returned.

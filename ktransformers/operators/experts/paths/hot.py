@@ -1,4 +1,4 @@
-"""The path of small steps of which some experts have a slot on the GPU: see experts/hot.py."""
+"""The path of small steps of which some experts have a slot on the GPU: see experts/gpu_slots.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ktransformers.kernels.transfer.async_cpu_experts import AsyncCpuExperts
 from ktransformers.kernels.triton.experts.router import Chosen
 from ktransformers.operators.base import OperatorRuntime
 from ktransformers.operators.device import to_input, use
-from ktransformers.operators.experts.hot import HotLayer, HotParts
+from ktransformers.operators.experts.gpu_slots import HotLayer, HotParts
 from ktransformers.operators.experts.paths.base import ExpertStep
 from ktransformers.operators.experts.paths.stream_order import InOrderPath
 from ktransformers.operators.usage import ExpertUsage

@@ -9,7 +9,7 @@ import torch
 from typing_extensions import override
 
 from ktransformers.operators.base import OperatorRuntime
-from ktransformers.operators.experts.hot import HotLayer
+from ktransformers.operators.experts.gpu_slots import HotLayer
 from ktransformers.operators.experts.paths.base import ExpertPath, ExpertStep, LayerExperts
 from ktransformers.operators.experts.streamed import PrefillLayer, PrefillTicket
 from ktransformers.operators.usage import ExpertUsage

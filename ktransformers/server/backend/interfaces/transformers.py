@@ -17,15 +17,16 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import msgspec
 from typing_extensions import override
 
 from ktransformers import __version__
 from ktransformers.config import EngineConfig
 from ktransformers.core import Progress, TokenEvent
 from ktransformers.engine.api.batch_loop import BatchLoop, EngineRequest, PrefillChunk
-from ktransformers.engine.api.engine_loop import LoopEngine
 from ktransformers.engine.api.generate import Generation, prefill_and_generate
 from ktransformers.engine.api.pictures import Pictures
+from ktransformers.engine.load.loaded import LoadedModel
 from ktransformers.engine.load.reference import build_reference_engine
 from ktransformers.engine.model.checks import check_tokenizer
 from ktransformers.engine.sequence.output_processor import OutputProcessor
@@ -38,6 +39,7 @@ from ktransformers.errors import (
     UnsupportedError,
 )
 from ktransformers.profiling.messages import ProfileMeta
+from ktransformers.scheduler.records import Request
 from ktransformers.server.backend.base import (
     BackendInterfaceBase,
     BackendStats,
@@ -61,12 +63,12 @@ class LoadedLoop:
     """A loaded model: its facts, the loop that answers, the facts for profiles, and what its pictures need."""
 
     model: ModelInfo
-    loop: BatchLoop[LoopEngine]
+    loop: BatchLoop[LoadedModel]
     profiled: ProfileMeta = field(default_factory=lambda: ProfileMeta(backend="", version=__version__))
     pictures: Pictures | None = None
 
     @classmethod
-    def of(cls, loop: BatchLoop[LoopEngine], profiled: ProfileMeta) -> LoadedLoop:
+    def of(cls, loop: BatchLoop[LoadedModel], profiled: ProfileMeta) -> LoadedLoop:
         """Describe the model of a loop."""
         no_pictures = "the transformers backend runs the text model alone, balance_serve reads them"
         engine = loop.engine
@@ -86,24 +88,23 @@ class _RequestState:
         tokenizer: Tokenizer = loaded.model.tokenizer
         self._replayed = OutputProcessor(tokenizer, request.params, len(request.prompt_ids))
         past = request.past
-        record = EngineRequest(
-            request.prompt_ids,
-            request.params,
+        record = Request(
             request_id=request.request_id,
+            prompt_ids=request.prompt_ids,
+            params=request.params,
             answer_ids=[one.token_id for one in past],
-            has_progress=True,
             cache_salt=request.cache_salt,
             cached_len=past[-1].cached_len if past else None,
             is_suspended=self.is_suspended,
             prediction_ids=request.prediction_ids,
             media=request.media,
         )
-        self._generation: Generation = prefill_and_generate(loaded.loop, record)
+        self._generation: Generation = prefill_and_generate(loaded.loop, EngineRequest(record, has_progress=True))
         self._clock: ChunkClock | None = None  # of a run of which traces are wanted
 
     @property
     def engine_request(self) -> EngineRequest:
-        """What the loop was given, or is to be."""
+        """The request as the loop has it, or will have it once it is submitted."""
         return self._generation.request
 
     def past(self) -> AsyncGenerator[TokenEvent, None]:
@@ -113,7 +114,8 @@ class _RequestState:
     def begin(self) -> None:
         """Submit the request. Raises what is wrong with it."""
         self.is_submitted = True
-        self._generation.request.is_suspended = self.is_suspended
+        asked = self._generation.request
+        asked.request = msgspec.structs.replace(asked.request, is_suspended=self.is_suspended)
         self._generation.begin(self.receive)
 
     def receive(self, said: TokenEvent | PrefillChunk | EngineError) -> None:

@@ -63,7 +63,8 @@ def check(sequences, heads, dims, dtype, device, tile=SMALL, gap=0):
     q, values = tensors[0], tensors[4]
     scale = (dims[0] + dims[1]) ** -0.5
     out = torch.full((q.shape[0], heads, dims[2]), 7.0, dtype=dtype, device=device)
-    materialized_attention(*tensors, tiles_of(runs, tile.block_m).to(device), scale, out, tile)
+    tiles = tiles_of(runs, tile.block_m).to(device)
+    materialized_attention((tensors[0], tensors[1]), tuple(tensors[2:]), tiles, scale, out, tile)
     want = attended(runs, *tensors, scale)
     torch.testing.assert_close(out.float().cpu(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     assert values.dtype is dtype
@@ -96,10 +97,10 @@ def test_a_row_does_not_depend_on_its_neighbours(device):
     """Alone, and in a step of several sequences: `==`."""
     runs, q, q_rot, keys, k_rot, values = case(RAGGED, 2, (32, 16, 32), torch.float16, device)
     both = torch.zeros(2, q.shape[0], 2, 32, dtype=torch.float16, device=device)
-    materialized_attention(q, q_rot, keys, k_rot, values, tiles_of(runs, 16).to(device), 0.1, both[0], SMALL)
+    materialized_attention((q, q_rot), (keys, k_rot, values), tiles_of(runs, 16).to(device), 0.1, both[0], SMALL)
     for run in runs:
         tiles = tiles_of([run], 16).to(device)
-        materialized_attention(q, q_rot, keys, k_rot, values, tiles, 0.1, both[1], SMALL)
+        materialized_attention((q, q_rot), (keys, k_rot, values), tiles, 0.1, both[1], SMALL)
     assert torch.equal(both[0], both[1])
 
 
@@ -108,9 +109,9 @@ def test_views_of_some_heads(device):
     runs, q, q_rot, keys, k_rot, values = case(RAGGED, 4, (32, 16, 32), torch.float16, device)
     tiles = tiles_of(runs, 16).to(device)
     both = torch.zeros(2, q.shape[0], 4, 32, dtype=torch.float16, device=device)
-    materialized_attention(q, q_rot, keys, k_rot, values, tiles, 0.1, both[0], SMALL)
+    materialized_attention((q, q_rot), (keys, k_rot, values), tiles, 0.1, both[0], SMALL)
     for heads in (slice(0, 3), slice(3, 4)):
-        part = (q[:, heads], q_rot[:, heads], keys[heads], k_rot, values[heads])
+        part = (q[:, heads], q_rot[:, heads]), (keys[heads], k_rot, values[heads])
         materialized_attention(*part, tiles, 0.1, both[1, :, heads], SMALL)
     assert torch.equal(both[0], both[1])
 
@@ -138,7 +139,8 @@ def test_bad_arguments_are_named(device):
         (6, 0.0, "scale positive"),
         (7, out[:3], "out must have shape"),
     ):
+        given = [*good[:index], bad, *good[index + 1 :]]
         with pytest.raises((ValueError, TypeError), match=said):
-            materialized_attention(*good[:index], bad, *good[index + 1 :])
+            materialized_attention(tuple(given[:2]), tuple(given[2:5]), *given[5:])
     with pytest.raises(TypeError, match="give one type"):
-        materialized_attention(q, q_rot, keys.float(), *good[3:])
+        materialized_attention((q, q_rot), (keys.float(), k_rot, values), *good[5:])

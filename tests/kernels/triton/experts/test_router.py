@@ -7,8 +7,8 @@ import torch
 
 from ktransformers.kernels.cpu.router import RouterSpec, Scoring
 from ktransformers.kernels.triton.experts import router
-from ktransformers.kernels.triton.experts.hot import split_pairs
 from ktransformers.kernels.triton.experts.router import MAX_ROUTED_ROWS, Chosen, SlotSplit, route_rows, topk_router
+from ktransformers.kernels.triton.experts.slot_map import split_pairs
 
 SCORES = {Scoring.SOFTMAX: lambda logits: torch.softmax(logits, -1), Scoring.SIGMOID: torch.sigmoid}
 

@@ -32,6 +32,7 @@ from ktransformers.kernels.triton.linear.linear import (
     linear_pair,
 )
 from ktransformers.kernels.triton.quant import repack as repack
+from ktransformers.kernels.triton.quant.dequant import WeightMatrix
 from ktransformers.kernels.triton.quant.repack import GpuLayout
 
 # Errors are measured against sum_k |x w|. The vector kernel keeps weights in fp32 within 2^-14 |s| (test_dequant), and
@@ -56,7 +57,7 @@ def test_packed_weights(qtype, tokens, device):
     x = torch.randn(tokens, 512, generator=torch.Generator().manual_seed(1)).half().to(device)
     bias = torch.randn(72, generator=torch.Generator().manual_seed(2)).to(device)
     out = torch.full((tokens, 72), torch.nan, device=device)
-    assert linear(x, weight, qtype, 72, 512, bias, out, layout=GpuLayout.PLANES) is out
+    assert linear(x, WeightMatrix(weight, qtype, 72, 512, GpuLayout.PLANES), bias, out) is out
     check(out, x, values, bias, VECTOR if tokens <= VECTOR_ROWS else ROUNDED[torch.float16])
 
 
@@ -71,18 +72,18 @@ def test_weights_with_a_grid(qtype, device):
     space = Workspace.allocate(device, 8)
     for tokens in (1 + int(qtype) % VECTOR_ROWS, 5):
         out = torch.full((tokens, 20), torch.nan, device=device)
-        linear(x[:tokens], weight, qtype, 20, 512, bias, out, layout=GpuLayout.CPU_PACKED, workspace=space)
+        linear(x[:tokens], WeightMatrix(weight, qtype, 20, 512, GpuLayout.CPU_PACKED), bias, out, workspace=space)
         check(out, x[:tokens], values, bias, VECTOR if tokens <= VECTOR_ROWS else ROUNDED[torch.float16])
     assert not space.counters.any()
     with pytest.raises(ValueError, match="in the CPU's tiles alone"):
-        linear(x, weight, qtype, 20, 512)
+        linear(x, WeightMatrix(weight, qtype, 20, 512))
 
 
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda t: t.name)
 def test_weights_in_ggml_layout(qtype, device):
     raw, values = random_matrix(qtype, 9, 256)
     x = torch.randn(2, 256, generator=torch.Generator().manual_seed(1)).half().to(device)
-    out = linear(x, raw.to(device), qtype, 9, 256, out=torch.empty(2, 9, device=device))
+    out = linear(x, WeightMatrix(raw.to(device), qtype, 9, 256), out=torch.empty(2, 9, device=device))
     check(out, x, values, None, ROUNDED[torch.float16])
 
 
@@ -99,7 +100,7 @@ def test_weights_in_the_layout_of_the_cpu_kernels(qtype, tokens, device):
     data, values = random_tile_type(qtype, 40, cols)
     x = torch.randn(tokens, cols, generator=torch.Generator().manual_seed(1)).half().to(device)
     out = torch.full((tokens, 40), torch.nan, device=device)
-    linear(x, data.to(device), qtype, 40, cols, out=out, layout=GpuLayout.CPU_PACKED)
+    linear(x, WeightMatrix(data.to(device), qtype, 40, cols, GpuLayout.CPU_PACKED), out=out)
     check(out, x, values, None, VECTOR if tokens <= VECTOR_ROWS else ROUNDED[torch.float16])
 
 
@@ -110,7 +111,7 @@ def test_bf16_and_a_width_of_odd_blocks(tokens, device):
     raw, values = random_matrix(QuantType.Q8_0, 16, 352)
     weight = repack.repack(raw.to(device), QuantType.Q8_0, 16, 352)
     x = torch.randn(tokens, 352, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
-    out = linear(x, weight, QuantType.Q8_0, 16, 352, layout=GpuLayout.PLANES)
+    out = linear(x, WeightMatrix(weight, QuantType.Q8_0, 16, 352, GpuLayout.PLANES))
     assert out.dtype == torch.bfloat16
     # The result is rounded to bf16, 2^-9 of |out| <= sum |x w|; the interpreter cuts off: twice as much for both.
     check(out, x, values, None, 2 * (ROUNDED[torch.bfloat16] + 2**-9))
@@ -141,7 +142,8 @@ def test_two_matrices_of_two_types_in_one_launch(tokens, cols, device):
     bias = torch.randn(64, generator=torch.Generator().manual_seed(2)).to(device)
     space = Workspace.allocate(device, 8)
     out = torch.full((tokens, 64), torch.nan, device=device)
-    assert linear_pair(x, tuple(packed), types, rows, cols, bias, out, workspace=space) is out
+    matrices = [WeightMatrix(*case, cols, GpuLayout.PLANES) for case in zip(packed, types, rows, strict=True)]
+    assert linear_pair(x, (matrices[0], matrices[1]), bias, out, workspace=space) is out
     tolerance = VECTOR if tokens <= VECTOR_ROWS else ROUNDED[torch.float16]
     check(out, x, torch.cat([values for _, values in cases]), bias, tolerance)
     assert not space.counters.any()
@@ -155,7 +157,8 @@ def test_gate_up_and_activation_in_one_launch(tokens, kind, device):
     weight = repack.repack(raw.to(device), QuantType.Q4_K, 64, 1024)
     x = (torch.randn(tokens, 1024, generator=torch.Generator().manual_seed(1)) / 8).half().to(device)
     out = torch.full((tokens, 32), torch.nan, device=device)
-    gated_linear(x, weight, QuantType.Q4_K, 64, 1024, kind, out=out, workspace=Workspace.allocate(device, 8))
+    matrix = WeightMatrix(weight, QuantType.Q4_K, 64, 1024, GpuLayout.PLANES)
+    assert gated_linear(x, matrix, kind, out=out, workspace=Workspace.allocate(device, 8)) is out
     wide, values = x.cpu().double(), values.double()
     gate, up = wide @ values[0::2].T, wide @ values[1::2].T
     size = wide.abs() @ values.abs().T
@@ -170,15 +173,16 @@ def test_gate_up_and_activation_in_one_launch(tokens, kind, device):
 @pytest.mark.exhaustive
 def test_a_row_does_not_depend_on_the_others_and_a_workspace_can_be_used_again(device):
     raw, _ = random_matrix(QuantType.Q4_K, 64, 1024)
-    weight = repack.repack(raw.to(device), QuantType.Q4_K, 64, 1024)
+    data = repack.repack(raw.to(device), QuantType.Q4_K, 64, 1024)
+    weight = WeightMatrix(data, QuantType.Q4_K, 64, 1024, GpuLayout.PLANES)
     x = torch.randn(4, 1024, generator=torch.Generator().manual_seed(1)).half().to(device)
     space = Workspace.allocate(device, 8)
-    whole = linear(x, weight, QuantType.Q4_K, 64, 1024, layout=GpuLayout.PLANES, workspace=space)
+    whole = linear(x, weight, workspace=space)
     for row in range(4):
-        alone = linear(x[row : row + 1], weight, QuantType.Q4_K, 64, 1024, layout=GpuLayout.PLANES, workspace=space)
+        alone = linear(x[row : row + 1], weight, workspace=space)
         assert torch.equal(alone[0], whole[row])
     assert not space.counters.any()
-    many = linear(torch.cat([x, x]), weight, QuantType.Q4_K, 64, 1024, layout=GpuLayout.PLANES, workspace=space)
+    many = linear(torch.cat([x, x]), weight, workspace=space)
     assert torch.equal(many[:4], many[4:])
     assert not space.counters.any()
 
@@ -187,27 +191,34 @@ def test_rows_with_a_stride_and_no_rows(device):
     raw, values = random_matrix(QuantType.Q4_0, 8, 64)
     wide = torch.randn(3, 96, generator=torch.Generator().manual_seed(1)).half().to(device)
     x = wide[:, 32:]
-    check(linear(x, raw.to(device), QuantType.Q4_0, 8, 64), x, values, None, 2 * ROUNDED[torch.float16])
-    assert linear(x[:0], raw.to(device), QuantType.Q4_0, 8, 64).shape == (0, 8)
+    check(linear(x, WeightMatrix(raw.to(device), QuantType.Q4_0, 8, 64)), x, values, None, 2 * ROUNDED[torch.float16])
+    assert linear(x[:0], WeightMatrix(raw.to(device), QuantType.Q4_0, 8, 64)).shape == (0, 8)
 
 
 def test_refuses_what_does_not_fit(device):
     raw, _ = random_matrix(QuantType.Q4_0, 8, 64)
-    weight, x = raw.to(device), torch.zeros(2, 64, dtype=torch.float16, device=device)
+    weight = WeightMatrix(raw.to(device), QuantType.Q4_0, 8, 64)
+    x = torch.zeros(2, 64, dtype=torch.float16, device=device)
     with pytest.raises(TypeError, match="float16 or bfloat16"):
-        linear(x.float(), weight, QuantType.Q4_0, 8, 64)
+        linear(x.float(), weight)
     with pytest.raises(ValueError, match=r"\[T, 64\]"):
-        linear(x[:, :32].contiguous(), weight, QuantType.Q4_0, 8, 64)
+        linear(x[:, :32].contiguous(), weight)
     with pytest.raises(ValueError, match="bias"):
-        linear(x, weight, QuantType.Q4_0, 8, 64, bias=x[0])
+        linear(x, weight, bias=x[0])
     with pytest.raises(ValueError, match="multiples of 8 bytes"):
-        linear(torch.zeros(2, 66, dtype=torch.float16, device=device)[:, :64], weight, QuantType.Q4_0, 8, 64)
+        linear(torch.zeros(2, 66, dtype=torch.float16, device=device)[:, :64], weight)
     with pytest.raises(ValueError, match="out must be"):
-        linear(x, weight, QuantType.Q4_0, 8, 64, out=torch.empty(2, 9, device=device))
+        linear(x, weight, out=torch.empty(2, 9, device=device))
     small = Workspace(torch.empty(1, device=device), torch.zeros(1, dtype=torch.int32, device=device))
     wide = torch.zeros(2, 512, dtype=torch.float16, device=device)
     with pytest.raises(ValueError, match="workspace"):
-        linear(wide, random_matrix(QuantType.Q4_0, 8, 512)[0].to(device), QuantType.Q4_0, 8, 512, workspace=small)
+        linear(
+            wide,
+            WeightMatrix(random_matrix(QuantType.Q4_0, 8, 512)[0].to(device), QuantType.Q4_0, 8, 512),
+            workspace=small,
+        )
+    with pytest.raises(ValueError, match="layout ROWS"):
+        gated_linear(x, weight, Activation.SILU)
 
 
 def test_a_workspace_suffices_for_every_matrix():

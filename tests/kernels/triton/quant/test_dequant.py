@@ -23,8 +23,8 @@ from tests.support.triton_kernels.quant_cases import (
 if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from ktransformers.kernels.triton.quant import dequant
 from ktransformers.kernels.triton.quant import repack as repack
+from ktransformers.kernels.triton.quant.dequant import WeightMatrix, dequantize
 from ktransformers.kernels.triton.quant.repack import GpuLayout
 
 # Every kind of code, of scale and of group, with zero points and without; the others are left to `--exhaustive`.
@@ -42,7 +42,7 @@ def test_ggml_layout_up_to_one_rounding(qtype, device):
     largest = values.abs().amax()
     for dtype, unit in allowed.items():
         out = torch.empty(10, 512, dtype=dtype, device=device)
-        assert dequant.dequantize(raw, qtype, 10, 512, out) is out
+        assert dequantize(WeightMatrix(raw, qtype, 10, 512), out) is out
         error = (out.float().cpu() - values).abs()
         assert (error <= unit * values.abs() + 2**-23 * largest).all()
 
@@ -53,7 +53,7 @@ def test_packed_layout_holds_the_same_numbers(qtype, device):
     packed = repack.repack(raw.to(device), qtype, 24, 512)
     assert packed.shape == (repack.repacked_nbytes(qtype, 24, 512),)
     assert packed.numel() <= 1.03 * raw.numel()
-    got = dequant.dequantize(packed, qtype, 24, 512, layout=GpuLayout.PLANES).cpu()
+    got = dequantize(WeightMatrix(packed, qtype, 24, 512, GpuLayout.PLANES)).cpu()
     # (1 + u / 256) 256 s - (256 s + m) in fp32: two roundings at 256 |s| (1 + 31 / 256) + |m|, that is below 512 |s|,
     # so 2 * 2^-24 * 512 |s| = 2^-14 |s|; |s| is at most 0.01 * 127 here (fp16 d below 0.01, 7-bit scales).
     assert (got - values).abs().max() <= 2**-14 * 1.27
@@ -64,7 +64,7 @@ def test_the_layout_of_the_cpu_kernels_holds_the_same_numbers(qtype, device):
     cols = 512 if qtype in (QuantType.Q4_K, QuantType.Q5_K, QuantType.Q6_K) else 480
     raw, values = random_matrix(qtype, 20, cols)
     packed = pack_for_cpu(raw, qtype, 20, cols).to(device)
-    got = dequant.dequantize(packed, qtype, 20, cols, layout=GpuLayout.CPU_PACKED).cpu()
+    got = dequantize(WeightMatrix(packed, qtype, 20, cols, GpuLayout.CPU_PACKED)).cpu()
     assert (got - values).abs().max() <= 2**-14 * 1.27  # as above
 
 
@@ -74,7 +74,7 @@ def test_types_that_have_the_layout_of_the_cpu_kernels_alone(qtype, device):
         256 if block_size(qtype) == 256 else 384 if block_size(qtype) == 128 else 320 if qtype.name == "NVFP4" else 96
     )
     data, values = random_tile_type(qtype, 20, cols)
-    got = dequant.dequantize(data.to(device), qtype, 20, cols, layout=GpuLayout.CPU_PACKED).cpu()
+    got = dequantize(WeightMatrix(data.to(device), qtype, 20, cols, GpuLayout.CPU_PACKED)).cpu()
     # (1 + u / 256) 256 s - (256 s + m): as above, with the minima and zero points that these types have, below 512 s.
     assert (got - values).abs().max() <= 2**-14 * max(1.27, values.abs().max())
 
@@ -90,9 +90,9 @@ def test_packing_of_many_matrices_is_that_of_each(device):
 def test_a_width_that_is_no_multiple_of_the_tile(device):
     raw, values = random_matrix(QuantType.Q4_0, 8, 96)
     packed = repack.repack(raw.to(device), QuantType.Q4_0, 8, 96)
-    assert torch.equal(dequant.dequantize(raw.to(device), QuantType.Q4_0, 8, 96).cpu(), values)
+    assert torch.equal(dequantize(WeightMatrix(raw.to(device), QuantType.Q4_0, 8, 96)).cpu(), values)
     assert (
-        dequant.dequantize(packed, QuantType.Q4_0, 8, 96, layout=GpuLayout.PLANES).cpu() - values
+        dequantize(WeightMatrix(packed, QuantType.Q4_0, 8, 96, GpuLayout.PLANES)).cpu() - values
     ).abs().max() <= 2**-14 * 0.01
 
 
@@ -104,13 +104,13 @@ def test_refuses_what_does_not_fit(device):
     with pytest.raises(ValueError, match="whole matrices"):
         repack.repack(raw, QuantType.Q4_K, 16, 256)
     with pytest.raises(ValueError, match="no GPU kernel"):
-        dequant.dequantize(raw, QuantType.F32, 12, 256)
+        WeightMatrix(raw, QuantType.F32, 12, 256)
     with pytest.raises(ValueError, match="pack it first"):
-        dequant.dequantize(raw, QuantType.Q2_K, 12, 256)
+        WeightMatrix(raw, QuantType.Q2_K, 12, 256)
     with pytest.raises(ValueError, match="contiguous matrices"):
-        dequant.dequantize(raw, QuantType.Q4_K, 11, 256)
+        WeightMatrix(raw, QuantType.Q4_K, 11, 256)
     with pytest.raises(TypeError, match="uint8"):
-        dequant.dequantize(raw.float(), QuantType.Q4_K, 12, 256)
+        WeightMatrix(raw.float(), QuantType.Q4_K, 12, 256)
 
 
 @pytest.mark.parametrize("layout", GpuLayout, ids=lambda x: x.name)
@@ -127,29 +127,29 @@ def test_every_exponent_and_code_of_mxfp4(layout, device):
         data = repack.repack(data, QuantType.MXFP4, 32, 256)
     if layout == GpuLayout.CPU_PACKED:
         data = pack_for_cpu(raw, QuantType.MXFP4, 32, 256).to(device)
-    got = dequant.dequantize(data, QuantType.MXFP4, 32, 256, layout=layout).cpu()
+    got = dequantize(WeightMatrix(data, QuantType.MXFP4, 32, 256, layout)).cpu()
     assert torch.equal(got, values)
 
 
 @pytest.mark.parametrize("qtype", FLOATS, ids=lambda t: t.name)
 def test_floats_as_they_lie(qtype, device):
     raw, values = random_matrix(qtype, 10, 72)
-    assert torch.equal(dequant.dequantize(raw.to(device), qtype, 10, 72).cpu(), values)
+    assert torch.equal(dequantize(WeightMatrix(raw.to(device), qtype, 10, 72)).cpu(), values)
 
 
 @pytest.mark.parametrize("cols", [64, 96])
 def test_bf16_in_the_layout_of_the_cpu_kernels(cols, device):
     raw, values = random_matrix(QuantType.BF16, 20, cols)
     data = pack_for_cpu(raw, QuantType.BF16, 20, cols).to(device)
-    assert torch.equal(dequant.dequantize(data, QuantType.BF16, 20, cols, layout=GpuLayout.CPU_PACKED).cpu(), values)
+    assert torch.equal(dequantize(WeightMatrix(data, QuantType.BF16, 20, cols, GpuLayout.CPU_PACKED)).cpu(), values)
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(136, 160), (24, 288), (20, 132)])
 def test_fp8_in_the_layout_of_the_cpu_kernels(rows, cols, device):
     matrix, values = random_fp8(rows, cols)
     data = pack_fp8_for_cpu(matrix).to(device)
-    assert torch.equal(dequant.dequantize(data, OwnType.F8_E4M3, rows, cols, layout=GpuLayout.CPU_PACKED).cpu(), values)
+    assert torch.equal(dequantize(WeightMatrix(data, OwnType.F8_E4M3, rows, cols, GpuLayout.CPU_PACKED)).cpu(), values)
     if cols % 32 == 0:
         layout = GpuLayout.PLANES if repack.can_repack(OwnType.F8_E4M3, rows, cols) else GpuLayout.ROWS
-        got = dequant.dequantize(repack.repack_fp8(matrix).to(device), OwnType.F8_E4M3, rows, cols, layout=layout)
+        got = dequantize(WeightMatrix(repack.repack_fp8(matrix).to(device), OwnType.F8_E4M3, rows, cols, layout))
         assert torch.equal(got.cpu(), values)

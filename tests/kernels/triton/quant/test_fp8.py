@@ -11,6 +11,7 @@ if runtime.triton is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from ktransformers.kernels.triton.linear.linear import VECTOR_ROWS, linear
+from ktransformers.kernels.triton.quant.dequant import WeightMatrix
 from ktransformers.kernels.triton.quant.repack import GpuLayout, can_join_rows, can_repack, join_rows, repack_fp8
 from ktransformers.kernels.types import Fp8Matrix, OwnType
 
@@ -34,16 +35,16 @@ def every_number(rows, cols):
 @pytest.mark.parametrize("tokens", [2, 5])
 def test_fp8_linear(rows, cols, tokens, device):
     weight, values = every_number(rows, cols)
-    is_relaid = can_repack(FP8, rows, cols)
-    assert is_relaid == (rows % 8 == 0)
+    is_repacked = can_repack(FP8, rows, cols)
+    assert is_repacked == (rows % 8 == 0)
     x = torch.randn(tokens, cols, generator=torch.Generator().manual_seed(1)).half().to(device)
     bias = torch.randn(rows, generator=torch.Generator().manual_seed(2)).to(device)
-    data, layout = repack_fp8(weight.to(device)), GpuLayout.PLANES if is_relaid else GpuLayout.ROWS
-    out = linear(x, data, FP8, rows, cols, bias, torch.empty(tokens, rows, device=device), layout=layout)
+    data, layout = repack_fp8(weight.to(device)), GpuLayout.PLANES if is_repacked else GpuLayout.ROWS
+    out = linear(x, WeightMatrix(data, FP8, rows, cols, layout), bias, torch.empty(tokens, rows, device=device))
     exact = x.cpu().double()
     wanted = exact @ values.T + bias.cpu().double()
     # The GEMV path keeps fp32: sums of 160 products. The tile path rounds each weight to fp16's 11 bits.
-    tolerance = 2**-16 if is_relaid and tokens <= VECTOR_ROWS else 2**-11 + 2**-16
+    tolerance = 2**-16 if is_repacked and tokens <= VECTOR_ROWS else 2**-11 + 2**-16
     assert ((out.cpu().double() - wanted).abs() <= tolerance * (exact.abs() @ values.abs().T) + 1e-6).all()
 
 
@@ -53,7 +54,7 @@ def test_a_column_is_exact(device):
     columns = [0, 6, 17, 31]
     x[torch.arange(4), columns] = 1
     data, out = repack_fp8(weight.to(device)), torch.empty(4, 64, device=device)
-    linear(x, data, FP8, 64, 32, out=out, layout=GpuLayout.PLANES)
+    linear(x, WeightMatrix(data, FP8, 64, 32, GpuLayout.PLANES), out=out)
     assert torch.equal(out.cpu(), values[:, columns].float().T)
 
 

@@ -313,7 +313,8 @@ def test_ssd_scan(shape, groups, device):
     out, behind = oracle.scan(c, b, steps[..., None] * wide_x, decay, None, states, step)
     out[:-1] += (wide_skip[:, None] * wide_x)[:-1]
     weights = (-rate.exp(), bias, skip)
-    check(recurrent_mixers.ssd_scan(x, dt, b, c, weights, states, step, limits), states, (out, behind))
+    call = ScanCall(c, b, x, dt, None, states, step)
+    check(recurrent_mixers.ssd_scan(call, weights, limits), states, (out, behind))
 
 
 def test_launches_of_a_decode_step(device, monkeypatch):

@@ -43,10 +43,10 @@ from ktransformers.kernels.cpu import MoeKernel
 from ktransformers.kernels.transfer.copies import CopyQueue, Mark
 from ktransformers.kernels.transfer.cuda import StreamDriver
 from ktransformers.kernels.triton.experts.align import AlignedPairs, max_blocks, moe_align
-from ktransformers.kernels.triton.experts.hot import split_pairs, sum_onto
 from ktransformers.kernels.triton.experts.matrices import ExpertMatrices, MoeEpilogue, MoeMatrices, RoutedRows
 from ktransformers.kernels.triton.experts.moe import moe_blocks
 from ktransformers.kernels.triton.experts.router import Chosen, SlotSplit
+from ktransformers.kernels.triton.experts.slot_map import split_pairs, sum_onto
 from ktransformers.kernels.triton.experts.workspace import MoeWorkspace, block_rows
 from ktransformers.operators.device import Device
 from ktransformers.operators.experts.host_experts import copied_experts

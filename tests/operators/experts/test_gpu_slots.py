@@ -21,7 +21,7 @@ from tests.support.engines.inline_device import EagerCopies, InlineDriver
 pytest.importorskip("triton")
 
 from ktransformers.kernels.types import QuantType
-from ktransformers.operators.experts.hot import HotLayer, HotPool, kind_of
+from ktransformers.operators.experts.gpu_slots import HotLayer, HotPool, kind_of
 from ktransformers.operators.usage import ExpertUsage
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")

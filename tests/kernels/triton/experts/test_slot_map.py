@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from ktransformers.kernels.triton.experts.hot import split_pairs, sum_onto
 from ktransformers.kernels.triton.experts.router import Chosen
+from ktransformers.kernels.triton.experts.slot_map import split_pairs, sum_onto
 
 E, K = 7, 3
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -21,8 +21,8 @@ from tests.support.checks.stored_experts import Stored, build, make_layer
 
 pytest.importorskip("triton")
 
-from ktransformers.operators.experts.hot import HotPool, kind_of
-from tests.operators.experts.test_hot import DEVICE, LateCopies
+from ktransformers.operators.experts.gpu_slots import HotPool, kind_of
+from tests.operators.experts.test_gpu_slots import DEVICE, LateCopies
 from tests.support.engines.inline_device import InlineDriver
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its copies are made by the CPU")
