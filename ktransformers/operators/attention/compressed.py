@@ -278,13 +278,36 @@ class KCompressedAttention(WrapperOperator):
         residual = inner.q_a_norm(inner.q_a_proj(hidden_states))
         query = self._head_norm(inner.q_b_proj(residual).view(-1, self.head_dim))
         query = query.view(-1, self.num_heads, self.head_dim)
-        key = inner.kv_norm(inner.kv_proj(hidden_states))[0]
-        keys[forward_context.slot_mapping, 0, : self.head_dim] = turned(key[:, None], cos, sin)[:, 0]
+        self._keep_keys(hidden_states, (cos, sin), keys, forward_context)
         entries, num_entries = self._entries(rows, hidden_states, residual, keys[:, 0], (cos, sin))
         out = self._attend(rows, turned(query, cos, sin), keys, entries, num_entries)
         out = turned(out, cos, -sin)
         merged = cpu.batched_linear(out.view(-1, self._o_a_shape[0], self._o_a_shape[2]), self._o_a, pool)
         return inner.o_b_proj(merged.view(1, len(merged), -1)), None
+
+    def keep_keys(
+        self, hidden_states: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], context: ForwardContext
+    ) -> None:
+        """Write the keys of rows [1, T, hidden] and nothing else, of a layer with a window alone: for a drafter whose
+        keys are made of its target's hidden states. angles: cos and sin [T, P / 2]."""
+        assert not self._compressions, f"{self.key} has compressed keys"
+        keys, _ = context.cache.layer(self.layer_idx)
+        if self._gpu is None:
+            self._keep_keys(hidden_states, angles, keys, context)
+        else:
+            self._check_slots(len(keys))
+            self._gpu.keep_keys(self.device.to_device(hidden_states)[0], angles, context.on(keys.device), keys)
+
+    def _keep_keys(
+        self,
+        hidden_states: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        keys: torch.Tensor,
+        context: ForwardContext,
+    ) -> None:
+        inner = self.inner
+        key: torch.Tensor = inner.get_submodule("kv_norm")(inner.get_submodule("kv_proj")(hidden_states))[0]
+        keys[context.slot_mapping, 0, : self.head_dim] = turned(key[:, None], *angles)[:, 0]
 
     def _forward_on_gpu(
         self, gpu: GpuCompressed, hidden_states: torch.Tensor, position_embeddings: Any, context: ForwardContext

@@ -37,14 +37,19 @@ def gains(chances: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def choose(
-    chances: Sequence[tuple[float, ...]], costly: Sequence[bool], losses: Sequence[float], token_share: float = 0.0
+    chances: Sequence[tuple[float, ...]],
+    costly: Sequence[bool],
+    losses: Sequence[float],
+    token_share: float = 0.0,
+    *,
+    in_block: bool = False,
 ) -> tuple[list[int], float]:
     """Return how many draft tokens each sequence gets, and the logarithm of how many times as fast all of them together
     become by these, 0 without any.
 
     chances, costly: of each sequence, those of its draft tokens, and whether the engine has to find them. losses: what
     0, 1, ... draft tokens lose, see RowCosts.losses; no more are run. token_share: what one more token of the longest
-    draft that the engine finds takes, in plain steps.
+    draft that the engine finds takes, in plain steps; in_block: what all of them together take.
     """
     rows = len(chances)
     groups = Counter(zip(chances, costly, strict=True))
@@ -65,7 +70,7 @@ def choose(
                 break  # nor do more of them gain what they lose
             gain, loss = gain + groups[key] * one, losses[num]
             if key[1]:
-                deepest = max(deepest, -depth)
+                deepest = 1 if in_block else max(deepest, -depth)
             if deepest:
                 loss = rows * math.log(math.exp(loss / rows) + deepest * token_share)
             if gain - loss > best:

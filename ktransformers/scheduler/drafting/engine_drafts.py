@@ -3,10 +3,11 @@
 A plan has UNKNOWN in their place, so that it says how many there are and not which. How many were right comes with the
 results; by that it is known how many to ask for.
 
-Each further token of a step's longest draft takes the engine a step of its own. Nothing is learnt of drafts that are
-not run: so for as long as the account is awake some are, and it is their gains and losses that decide whether that goes
-on. An MTP layer has to be kept up to date besides, which costs all steps and prompts something, and nothing where it
-rests: the account pays for that, too.
+Each further token of a step's longest draft takes the engine a step of its own, but where one pass makes a block of
+them (DSpark): that takes as long for one as for all. Nothing is learnt of drafts that are not run: so for as long as
+the account is awake some are, and it is their gains and losses that decide whether that goes on. An MTP layer has to be
+kept up to date besides, which costs all steps and prompts something, and nothing where it rests: the account pays for
+that, too.
 """
 
 from __future__ import annotations
@@ -39,12 +40,15 @@ class EngineDrafts:
     """What the engine's drafter takes, how often it is right, and what that gains.
 
     Of each sequence it counts `streak`: draft tokens that were right since the last wrong one, up to _MAX_STREAK.
+    in_block: whether one pass makes all draft tokens of a step.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.account = Account(_FIRST_SHARE)
         self._rates = AcceptanceRates(_MAX_STREAK, max(config.max_drafts - 1, 1))
-        self._is_layer = config.drafter == "mtp"  # another drafter is shown all steps, whether it drafts or not
+        self.in_block = config.drafts_in_block
+        # Another drafter is shown all steps, whether it drafts or not; so is a block's, to which that costs little.
+        self._is_layer = config.drafter == "mtp" and not self.in_block
         self._cost, self._owed, self._rests = DraftCost(), 0.0, False
         self._num_undrafted = 0  # steps since it last drafted
 
@@ -71,7 +75,7 @@ class EngineDrafts:
 
     @property
     def token_seconds(self) -> float:
-        """What one more token of a step's longest draft takes."""
+        """What one more token of a step's longest draft takes, or the pass that makes a block of them."""
         return self._cost.seconds
 
     def add_prompt(self, observe_seconds: float) -> None:
@@ -85,12 +89,13 @@ class EngineDrafts:
         Returns the seconds of that which are not the step's own, and those which the account has to pay.
         """
         longest = max((len(row.drafts) for row in step.rows if row.drafts and row.drafts[-1] == UNKNOWN), default=0)
+        passes = min(longest, 1) if self.in_block else longest
         observed = observe_seconds if self._is_layer else 0.0
         paid = observed
-        if longest:
+        if passes:
             if draft_seconds > 0:
-                self._cost.add(longest, draft_seconds, is_behind=self._num_undrafted > 0)
-            finding = min(draft_seconds, longest * self._cost.seconds)
+                self._cost.add(passes, draft_seconds, is_behind=self._num_undrafted > 0)
+            finding = min(draft_seconds, passes * self._cost.seconds)
             self._owed += draft_seconds - finding
             paid += finding
         self._num_undrafted = 0 if longest else self._num_undrafted + 1

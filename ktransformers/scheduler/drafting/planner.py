@@ -239,7 +239,8 @@ class DraftPlanner:
         become by these, see `choose`. chances, costly: of each, see `_likelier`."""
         if not any(chances):
             return [0] * len(chances), 0.0
-        rows, share = len(chances), 0.0
+        rows, share, in_block = len(chances), 0.0, False
         if self._engine and any(costly):
-            share = self._engine.token_seconds / self._costs.seconds(rows)
-        return choose(chances, costly, self._costs.losses(rows)[: self._chunk_size - rows + 1], share)
+            share, in_block = self._engine.token_seconds / self._costs.seconds(rows), self._engine.in_block
+        losses = self._costs.losses(rows)[: self._chunk_size - rows + 1]
+        return choose(chances, costly, losses, share, in_block=in_block)

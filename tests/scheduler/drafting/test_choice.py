@@ -67,6 +67,16 @@ def test_the_engine_takes_its_time_for_each_token_of_the_longest_draft() -> None
     assert choose([chances, chances], [True, False], losses(2, *[1.0] * 6), 0.8)[0] == [0, 3]  # a copy takes none
 
 
+def test_a_block_of_the_engine_takes_as_long_for_all_of_its_tokens_as_for_one() -> None:
+    """2.952 tokens for 1 + 0.8 plain steps, where a pass for each would be 1 + 3 x 0.8; for 1.9 they do not pay more
+    than 1.05 times."""
+    chances = (0.8, 0.64, 0.512)
+    counts, gain = choose([chances], [True], losses(1, 1.0, 1.0, 1.0), 0.8, in_block=True)
+    assert counts == [3]
+    assert gain == pytest.approx(math.log(2.952 / 1.8))
+    assert choose([chances], [True], losses(1, 1.0, 1.0, 1.0), 1.9, in_block=True)[0] == [0]
+
+
 def test_nothing_is_chosen_of_nothing() -> None:
     assert choose([(), ()], [False, False], losses(2, 1.0)) == ([0, 0], 0.0)
     assert choose([(0.9,)], [False], [0.0]) == ([0], 0.0)

@@ -33,13 +33,13 @@ from tests.support.servers.fake_engine import (
 class Guessing(Loop):
     """A loop whose engine drafts tokens of which `share` are right, and whose steps take what is said of them.
 
-    catch_up: what drafting takes longer behind a step without drafts. per_shown: what showing its drafter a token
-    takes.
+    per_pass: what drafting takes for each draft token, or for all where they are a block. catch_up: what it takes
+    longer behind a step without drafts. per_shown: what showing its drafter a token takes.
     """
 
     share = 1.0
     seconds: Callable[[int], float] = staticmethod(lambda rows: 1.0)
-    per_draft = catch_up = per_shown = 0.0
+    per_draft = per_pass = catch_up = per_shown = 0.0
     total = 0.0
     has_drafted = False
 
@@ -54,7 +54,11 @@ class Guessing(Loop):
     def seconds_of(self, step: PlannedStep) -> tuple[float, float, float]:
         """All of it, and what of that finding its draft tokens took, and showing its drafter what was computed."""
         found = [len(row.drafts) for row in step.rows if UNKNOWN in row.drafts]
-        draft_seconds = self.per_draft * max(found, default=0) + self.catch_up * (bool(found) and not self.has_drafted)
+        longest = max(found, default=0)
+        passes = min(longest, 1) if self.scheduler.config.drafts_in_block else longest
+        draft_seconds = (
+            self.per_draft * longest + self.per_pass * passes + self.catch_up * (bool(found) and not self.has_drafted)
+        )
         observe_seconds = self.per_shown * (step.num_rows - step.num_drafted) * self.shown.pop(0)
         return self.seconds(step.num_rows) + draft_seconds + observe_seconds, draft_seconds, observe_seconds
 
@@ -135,6 +139,20 @@ def test_what_a_draft_token_takes_the_engine_counts() -> None:
     assert cheap.total < 300
     assert costly.total < 520
     assert cheap.scheduler.stats().num_drafted > 10 * costly.scheduler.stats().num_drafted
+
+
+def test_a_block_of_draft_tokens_costs_as_much_as_one() -> None:
+    """Where one pass makes all of them, as many are run as are likely, or none: 0.8 of a step for three more tokens
+    pays, and would not pay for each of them."""
+    block, single = guessing(drafter="mtp", drafts_in_block=True), guessing(drafter="mtp")
+    for loop in (block, single):
+        loop.share, loop.per_pass = 0.9, 0.8
+        run(loop, max_tokens=500)
+    assert block.total < 0.62 * 500
+    assert single.total > 0.85 * 500
+    wrong = guessing(drafter="mtp", drafts_in_block=True)
+    wrong.share, wrong.per_pass = 0.1, 0.8
+    assert run(wrong, max_tokens=500).total < 1.04 * 500
 
 
 def test_what_the_text_says_already_is_copied() -> None:
