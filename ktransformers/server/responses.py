@@ -47,7 +47,7 @@ from ktransformers.errors import (
 from ktransformers.server.http.api_paths import nearest_path
 from ktransformers.server.http.fields import noted_names
 from ktransformers.server.telemetry.request_log import note_reason, request_id_of, without_quotes
-from ktransformers.server.validation import Place, first_fault
+from ktransformers.server.validation import Place, first_invalid
 
 __all__ = [
     "ERROR_SHAPES",
@@ -208,7 +208,7 @@ def _validation_response(error: RequestValidationError, scope: Scope) -> ApiResp
         note_reason(scope, f"the body is not valid JSON: {without_quotes(reason)}")
         message = f"the body is not valid JSON: {reason}"
         return ApiResponse(_body(path, 400, message, "invalid_request_error", None, None), 400)
-    fault, said = first_fault(errors, error.body), noted_names(scope)
+    fault, said = first_invalid(errors, error.body), noted_names(scope)
     own = _path(fault.place)
     param = said.get(own or "", own)
     message = _in_words_of(said, own, fault.message)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Fault", "Place", "first_fault"]
+__all__ = ["InvalidField", "Place", "first_invalid"]
 
 Place = tuple[int | str, ...]
 """Names and numbers that lead to a value of the body, without the members of unions on the way."""
@@ -20,8 +20,8 @@ _TEXT_OR_LIST = frozenset({"string_type", "list_type"})
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
-    """kind: pydantic's name of it, of the first member of a union. value: what was sent there."""
+class InvalidField:
+    """The first value of a body that cannot be taken. kind: pydantic's name of it, of the first member of a union. value: what was sent there."""
 
     place: Place
     message: str
@@ -29,18 +29,18 @@ class Fault:
     value: Any
 
 
-def first_fault(errors: Sequence[Mapping[str, Any]], body: Any) -> Fault:
+def first_invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> InvalidField:
     """Return the first of `errors`, which are pydantic's about `body`; of a union's members those that came furthest
     into the value, as one.
     """
     first = errors[0]
     place, union = _place(first, body)
     if union is None:
-        return _fault(place, [first])
+        return _invalid(place, [first])
     beside = [one for one in errors if one["loc"][: len(union)] == union]
     places = [_place(one, body)[0] for one in beside]
     deepest = max(places, key=len)
-    return _fault(deepest, [one for one, at in zip(beside, places, strict=True) if at == deepest])
+    return _invalid(deepest, [one for one, at in zip(beside, places, strict=True) if at == deepest])
 
 
 def _place(error: Mapping[str, Any], body: Any) -> tuple[Place, Place | None]:
@@ -66,13 +66,13 @@ def _place(error: Mapping[str, Any], body: Any) -> tuple[Place, Place | None]:
     return tuple(place), union
 
 
-def _fault(place: Place, errors: Sequence[Mapping[str, Any]]) -> Fault:
+def _invalid(place: Place, errors: Sequence[Mapping[str, Any]]) -> InvalidField:
     first = errors[0]
     messages = list(dict.fromkeys(_message(one, place) for one in errors))
     if len(messages) > 1:
         wanted = [one.removeprefix(_EXPECTED).split(", ")[0] for one in messages if one.startswith(_EXPECTED)]
         messages = [_EXPECTED + " or ".join(wanted)] if len(wanted) == len(messages) else messages[:1]
-    return Fault(place, messages[0], str(first["type"]), first.get("input"))
+    return InvalidField(place, messages[0], str(first["type"]), first.get("input"))
 
 
 def _message(error: Mapping[str, Any], place: Place) -> str:

@@ -14,7 +14,7 @@ from ktransformers.server.api.openai.responses.schemas import ResponsesBody
 from ktransformers.server.api.openai.schemas.chat import ChatBody
 from ktransformers.server.api.openai.schemas.completions import CompletionBody
 from ktransformers.server.responses import install_error_handlers
-from ktransformers.server.validation import first_fault
+from ktransformers.server.validation import first_invalid
 
 TEXT_OR_LIST = "Input should be a valid string or a valid list"
 
@@ -52,7 +52,7 @@ def test_the_fault_that_is_named(
     with pytest.raises(ValidationError) as caught:
         schema.model_validate(body)
     errors = [{**one, "loc": ("body", *one["loc"])} for one in caught.value.errors()]  # as FastAPI has them
-    fault = first_fault(errors, body)
+    fault = first_invalid(errors, body)
     assert (fault.place, fault.message) == (place, message)
 
 
