@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from tests.support.models.fp8_models import published_matrix, to_fp4, to_fp8
 
+MODEL_TYPE = "deepseek_v41"
 VOCAB_SIZE = 96
 _NUM_WORDS = 90  # embeddings may have more rows than there are tokens
 _WORDS = ["the", "cat", "sat", "on", "an", "mat", "dog", "runs", "far", "away", "in", "rain"]
