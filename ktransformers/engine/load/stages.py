@@ -38,7 +38,7 @@ from ktransformers.engine.step.decode import DecodeSteps
 from ktransformers.engine.step.expert_streaming import open_prefills
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.fused_decode import find_fused_decode
-from ktransformers.engine.step.hidden import LastHiddenHook
+from ktransformers.engine.step.hidden import LastHiddenHook, LayersHiddenHook
 from ktransformers.engine.step.hot import HotService, open_hot
 from ktransformers.engine.step.layout import (
     StepLayout,
@@ -51,7 +51,7 @@ from ktransformers.models.mtp_config import mtp_family
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.rope import resolve_rotations
 from ktransformers.operators.base import ExpertStats
-from ktransformers.operators.expert_files import ExpertFiles
+from ktransformers.operators.expert_files import ExpertFiles, probed
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.layers.traced import pass_context, pass_context_to_attention
 from ktransformers.operators.linear.linear import KTransformersLinear
@@ -142,11 +142,19 @@ class LoadedWeights:
         return self.planned_part.longest
 
     @property
-    def drafts_of_hidden_states(self) -> bool:
-        """Whether the model drafts from hidden states, or one drafts from its own."""
-        draft = self.opened.draft
+    def expert_files(self) -> ExpertFiles | None:
+        return self.planned_part.planned.expert_files
+
+    def hidden_hook(self) -> LastHiddenHook | None:
+        """Return what keeps hidden states, where the model drafts from them, or one drafts from its own."""
+        opened, draft = self.opened, self.opened.draft
+        if draft is not None and draft.dspark is not None:
+            return LayersHiddenHook(opened.model, draft.dspark.target_layers)
         is_taken = draft is not None and isinstance(draft.model.get_input_embeddings(), MtpInput)
-        return self.layout.mtp is not None or is_taken
+        if opened.dspark is not None or not (self.layout.mtp is not None or is_taken):
+            return None
+        module, is_behind = mtp_family(opened.facts.model_type).hidden_states_at
+        return LastHiddenHook(opened.model, module, is_normed=is_behind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +283,9 @@ def arrange_model(loaded: LoadedWeights, lenders: Lenders | None = None) -> Arra
     """Run one step, refuse what cannot be right, put layers together, and make the cache. lenders: of what layers
     attend to that have no keys and values of their own. Raises UnsupportedError."""
     planned_part, opened, pool = loaded.planned_part, loaded.opened, loaded.pool
-    if not arrange_layers(loaded):
+    with probed(loaded.expert_files):
+        takes_blocks = arrange_layers(loaded)
+    if not takes_blocks:
         loaded.hot.refuse_long_steps("not all layers of this model take a step in blocks")
     if loaded.flash:
         loaded.hot.refuse_long_steps("FlashInfer plans whole steps; --attention_backend triton does without")
@@ -286,10 +296,9 @@ def arrange_model(loaded: LoadedWeights, lenders: Lenders | None = None) -> Arra
     forward = ForwardPass(opened.model, pool, loaded.layout)
     forward.block_rows = planned.chunk_size if loaded.hot.long_steps.rows else 0
     if loaded.layout.is_cpu and opened.config.pipeline == 1:
-        forward.short = find_fused_decode(opened.model, planned.shapes, pool, loaded.longest)
-    if loaded.drafts_of_hidden_states:
-        module, is_behind = mtp_family(opened.facts.model_type).hidden_states_at
-        forward.last_hidden = LastHiddenHook(opened.model, module, is_normed=is_behind)
+        with probed(loaded.expert_files):
+            forward.short = find_fused_decode(opened.model, planned.shapes, pool, loaded.longest)
+    forward.last_hidden = loaded.hidden_hook()
     return ArrangedModel(loaded, cache, identified, forward)
 
 
@@ -313,7 +322,8 @@ def capture_steps(arranged: ArrangedModel, progress: Progress | None, why_eager:
         last_hidden.replayed_rows = 2 * extent.max_batch_size + max((size.rows for size in mixed), default=8)
         if loaded.layout.mtp is not None:
             loaded.layout.mtp.reserve(last_hidden.replayed_rows, loaded.layout.entry)
-    decode = graphs.prepare(arranged.forward, arranged.cache, plan, extent, progress)
+    with probed(loaded.expert_files):
+        decode = graphs.prepare(arranged.forward, arranged.cache, plan, extent, progress)
     part.ranks.captured([] if decode is None else decode.sizes)
     config = replace(part.config, cache_lens=planned.num_slots, chunk_size=planned.chunk_size)
     return CapturedModel(arranged, config, decode, graphs.why_drafts_are_eager(decode))
