@@ -99,7 +99,6 @@ def test_spellings(words: list[str], name: str, value: object) -> None:
         (["--port", "x"], "argument --port: invalid int value: 'x' (see ktransformers serve --help)"),
         (["serve", "--config", "/nowhere.yaml"], "--config /nowhere.yaml: the file cannot be read: No such file"),
         (["serve", "--state_dir", ""], "argument --state_dir: the path is empty (see ktransformers serve --help)"),
-        (["plan", "--mmproj="], "argument --mmproj: the path is empty (see ktransformers plan --help)"),
         (["quantize", "model.gguf", ""], "argument OUT: the path is empty (see ktransformers quantize --help)"),
     ],
 )
