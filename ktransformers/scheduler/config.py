@@ -90,7 +90,8 @@ class SchedulerConfig:
     behind multiples of it.
     tiers: where pages go besides; None: they are forgotten when the cache needs room.
     max_drafts: most draft tokens of a row, see scheduler/drafting; 0: none. drafter: what finds them: "ngram", the
-    scheduler itself, in the text; else the engine, by a model that this is the name of.
+    scheduler itself, in the text; else the engine, by a model that this is the name of. drafts_in_block: whether the
+    engine makes all draft tokens of a step in one pass.
     picture_sight: what positions of pictures see behind themselves, which one step has to compute with them.
     num_stages: processes that steps pass one after another. With several, as many steps are under way, each with a
     share of the sequences.
@@ -113,6 +114,7 @@ class SchedulerConfig:
     num_stages: int = 1
     max_drafts: int = 0
     drafter: str = "ngram"
+    drafts_in_block: bool = False
     long_chunk_size: int = 0
     long_prompt: int = 0
     picture_sight: Sight = Sight.NOTHING

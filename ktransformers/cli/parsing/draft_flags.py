@@ -23,10 +23,10 @@ _FOUND_OUT = "how long matches are, and how many draft tokens pay, is found out"
 
 _NGRAM = ("ngram", "[ngram]", "ngram_gpu")
 _DRAFT = "draft_model"
-_MTP = re.compile(r"(.*_)?mtp")  # some versions name the family, too: deepseek_mtp
-_TYPES = {"none": "off", "draft": "draft", "draft-simple": "draft", "mtp": "mtp", "draft-mtp": "mtp"} | dict.fromkeys(
-    ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache"), "ngram"
-)
+_MTP = re.compile(r"(.*_)?mtp|dspark")  # some versions name the family, too: deepseek_mtp
+_TYPES = {"none": "off", "draft": "draft", "draft-simple": "draft"}
+_TYPES |= dict.fromkeys(("mtp", "draft-mtp", "dspark", "draft-dspark"), "mtp")
+_TYPES |= dict.fromkeys(("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache"), "ngram")
 _METHOD, _MODEL, _COUNT = "method", "model", "num_speculative_tokens"
 
 

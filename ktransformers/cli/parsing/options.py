@@ -187,7 +187,7 @@ def _add_division_flags(group: argparse._ActionsContainer, config: EngineConfig)
     )
     group.add_argument(
         "--stage_key_file",
-        type=Path,
+        type=user_path,
         metavar="FILE",
         help="with --stage_hosts: the secret that these machines have, too",
     )

@@ -22,7 +22,7 @@ from ktransformers.engine.step.runner import ModelRunner
 from ktransformers.operators.context import ForwardContext
 from ktransformers.scheduler.records import ScheduledSequence
 
-__all__ = ["DraftModelForward", "PieceSteps"]
+__all__ = ["DraftModelForward", "PieceSteps", "scheduled_row"]
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class PieceSteps:
             self._runner.release(held.token_ids, is_wanted=False)
 
     def _inputs(self, pieces: Sequence[Piece], wanted: Sequence[bool]) -> _Inputs:
-        rows = [_row_of(piece, is_wanted) for piece, is_wanted in zip(pieces, wanted, strict=True)]
+        rows = [scheduled_row(piece, is_sampled=is_wanted) for piece, is_wanted in zip(pieces, wanted, strict=True)]
         ends = itertools.accumulate(len(piece.token_ids) for piece in pieces)
         kept = [end - 1 for end, is_wanted in zip(ends, wanted, strict=True) if is_wanted]
         seen = [piece.pictures if self._ahead else None for piece in pieces]
@@ -139,7 +139,8 @@ class PieceSteps:
         return turned, replace(context, pictures=shown, turned=turned if turned.dim() == 1 else None)
 
 
-def _row_of(piece: Piece, is_sampled: bool) -> ScheduledSequence:
+def scheduled_row(piece: Piece, *, is_sampled: bool) -> ScheduledSequence:
+    """Return a piece as the row of a step."""
     return ScheduledSequence(
         run_id=piece.run_id,
         start=piece.start,

@@ -16,6 +16,7 @@ from ktransformers.core import Progress
 from ktransformers.engine.damage.scan import DamageScan
 from ktransformers.engine.drafting.draft_model import DraftModelForward
 from ktransformers.engine.drafting.drafter import DraftForward, DraftLimits, ModelDrafter
+from ktransformers.engine.drafting.dspark import DsparkForward
 from ktransformers.engine.drafting.mtp import MtpForward
 from ktransformers.engine.drafting.mtp_layers import MtpLayers
 from ktransformers.engine.load.loaded import Engine, LoadedModel, LoadedPart
@@ -34,6 +35,7 @@ from ktransformers.engine.media.family import PictureFamily
 from ktransformers.engine.media.features import PictureEncoder
 from ktransformers.engine.media.towers import load_tower
 from ktransformers.engine.model.assistant import lenders_of
+from ktransformers.engine.model.dspark import DsparkInput
 from ktransformers.engine.model.hot_file import HotFile
 from ktransformers.engine.model.mtp import MtpInput
 from ktransformers.engine.model.opened import OpenedModel, open_model
@@ -148,6 +150,7 @@ def build_engine(
         expert_files=planned.expert_files,
         ranks=ranks,
         why_drafts_eager=built.why_drafts_eager,
+        drafts_in_block=planned.draft is not None and planned.draft.opened.dspark is not None,
     )
 
 
@@ -231,6 +234,9 @@ def _load_draft(
     runner = ModelRunner(built.forward, built.decode)
     longest = draft.opened.facts.longest_sequence(target.cache.num_slots)
     limits = DraftLimits(built.config.chunk_size, longest, target.model.vocab_size)
+    if isinstance(entry, DsparkInput):
+        passes, num_pages = (built.forward, target.forward), target.cache.num_pages
+        return DsparkForward(runner, built.cache, limits, entry, *passes, num_pages), built
     if isinstance(entry, MtpInput):
         passes, is_fixed = (built.forward, target.forward), draft.opened.facts.is_borrowing
         made = MtpForward(runner, built.cache, limits, entry, *passes, is_fixed=is_fixed, number=number)

@@ -84,7 +84,8 @@ class LoadedModel(ABC):
 class Engine(LoadedModel):
     """A model that runs with our operators, one sequence or many. identified: what decides what it computes.
     why_drafts_eager: why steps with draft tokens run without CUDA graphs on GPUs; None: they have some, or nothing is
-    on a GPU. expert_files: what experts are read from while the model runs; None: all are in memory."""
+    on a GPU. drafts_in_block: see SchedulerConfig. expert_files: what experts are read from while the model runs; None:
+    all are in memory."""
 
     plan: Plan
     pool: WorkerPool
@@ -96,6 +97,7 @@ class Engine(LoadedModel):
     expert_files: ExpertFiles | None = None
     ranks: Ranks = field(default_factory=Alone)
     why_drafts_eager: str | None = None
+    drafts_in_block: bool = False
 
     @property
     @override
@@ -112,6 +114,7 @@ class Engine(LoadedModel):
             tiers=self.tiers,
             max_drafts=self.max_drafts,
             drafter=self.drafter,
+            drafts_in_block=self.drafts_in_block,
             picture_sight=self.picture_sight,
             long_chunk_size=self.long_chunk_size,
             long_prompt=self.hot.long_steps.least_tokens,

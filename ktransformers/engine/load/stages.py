@@ -38,7 +38,7 @@ from ktransformers.engine.step.decode import DecodeSteps
 from ktransformers.engine.step.expert_streaming import open_prefills
 from ktransformers.engine.step.forward import ForwardPass
 from ktransformers.engine.step.fused_decode import find_fused_decode
-from ktransformers.engine.step.hidden import LastHiddenHook
+from ktransformers.engine.step.hidden import LastHiddenHook, LayersHiddenHook
 from ktransformers.engine.step.hot import HotService, open_hot
 from ktransformers.engine.step.layout import (
     StepLayout,
@@ -145,12 +145,16 @@ class LoadedWeights:
     def expert_files(self) -> ExpertFiles | None:
         return self.planned_part.planned.expert_files
 
-    @property
-    def drafts_of_hidden_states(self) -> bool:
-        """Whether the model drafts from hidden states, or one drafts from its own."""
-        draft = self.opened.draft
+    def hidden_hook(self) -> LastHiddenHook | None:
+        """Return what keeps hidden states, where the model drafts from them, or one drafts from its own."""
+        opened, draft = self.opened, self.opened.draft
+        if draft is not None and draft.dspark is not None:
+            return LayersHiddenHook(opened.model, draft.dspark.target_layers)
         is_taken = draft is not None and isinstance(draft.model.get_input_embeddings(), MtpInput)
-        return self.layout.mtp is not None or is_taken
+        if opened.dspark is not None or not (self.layout.mtp is not None or is_taken):
+            return None
+        module, is_behind = mtp_family(opened.facts.model_type).hidden_states_at
+        return LastHiddenHook(opened.model, module, is_normed=is_behind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,9 +298,7 @@ def arrange_model(loaded: LoadedWeights, lenders: Lenders | None = None) -> Arra
     if loaded.layout.is_cpu and opened.config.pipeline == 1:
         with probed(loaded.expert_files):
             forward.short = find_fused_decode(opened.model, planned.shapes, pool, loaded.longest)
-    if loaded.drafts_of_hidden_states:
-        module, is_behind = mtp_family(opened.facts.model_type).hidden_states_at
-        forward.last_hidden = LastHiddenHook(opened.model, module, is_normed=is_behind)
+    forward.last_hidden = loaded.hidden_hook()
     return ArrangedModel(loaded, cache, identified, forward)
 
 

@@ -23,6 +23,7 @@ from ktransformers.engine.model.assistant import (
 from ktransformers.engine.model.card import ModelCard, card_of
 from ktransformers.engine.model.config_checks import check_layers, check_parameters
 from ktransformers.engine.model.draft_model import check_same_tokens, draft_config, mtp_layer_config
+from ktransformers.engine.model.dspark import build_dspark, dspark_names
 from ktransformers.engine.model.file_layouts import note_layout
 from ktransformers.engine.model.mtp import build_mtp
 from ktransformers.engine.model.mtp_file import joined_with_layers, resolve_drafter
@@ -41,11 +42,13 @@ from ktransformers.media.torchvision import prepare_torchvision
 from ktransformers.models.assistant_config import GGUF_ARCH, assistant_config, config_of_assistant, is_assistant
 from ktransformers.models.composite import take_text_config, text_config_of
 from ktransformers.models.config_fields import token_ids
+from ktransformers.models.dspark_config import DsparkFacts, dspark_config, has_dspark
 from ktransformers.models.facts import ModelFacts
 from ktransformers.models.gguf.config import FACTOR_TENSORS, config_from_gguf
 from ktransformers.models.gguf.sampling import sampling_defaults
 from ktransformers.models.heads import settle_head
 from ktransformers.models.mtp_config import mtp_config, mtp_family
+from ktransformers.models.registry import ignorable_tensors
 from ktransformers.operators.partial_sums import PartialSums
 from ktransformers.system.file_kinds import wrong_start
 from ktransformers.tokenizer import Tokenizer, has_tokenizer_files, load_tokenizer, read_chat_template
@@ -107,7 +110,8 @@ class OpenedModel:
     shares: what of its modules' results are shares of sums, where it is one process's part of a model that is cut.
     hf_config: for transformers' own modules; everything else asks `facts`. stored: bytes in the files by type.
     has_head: whether the files say what follows a text; without, the model makes embeddings only. draft: the model that
-    drafts for this one, None without. tower: of its pictures; None where none come, or it has none.
+    drafts for this one, None without. dspark: of a model that is a DSpark head; None of others. tower: of its pictures;
+    None where none come, or it has none.
     """
 
     config: EngineConfig
@@ -122,6 +126,7 @@ class OpenedModel:
     partial_sums: PartialSums | None = None
     has_head: bool = True
     draft: OpenedModel | None = None
+    dspark: DsparkFacts | None = None
     tower: OpenedTower | None = None
 
 
@@ -160,16 +165,27 @@ def open_model(config: EngineConfig, target: OpenedModel | None = None) -> Opene
         beside = open_safetensors(folder)
         tower = open_tower_of(config, whole, beside, _safetensors_source(beside, facts, model), facts)
     check_parameters(model, source, shapes)
+    _log_unread(model, source)
     states, nbytes = _states(config, files), _bytes_by_type(stored)
     opened = OpenedModel(
         config, model.config, facts, gguf, model, source, tuple(files), states, nbytes, has_head=has_head, tower=tower
     )
     if config.drafter == "draft":
         return replace(opened, draft=_open_draft(opened))
-    if config.drafter == "mtp":
-        with_layers = opened if layers is None else _with_layers(opened, layers)
-        return replace(opened, draft=_open_mtp(with_layers, with_layers.gguf or stored))
-    return opened
+    if config.drafter != "mtp":
+        return opened
+    if isinstance(stored, SafetensorsModel) and has_dspark(stored.tensors):
+        return _with_dspark(opened, stored)
+    with_layers = opened if layers is None else _with_layers(opened, layers)
+    return replace(opened, draft=_open_mtp(with_layers, with_layers.gguf or stored))
+
+
+def _log_unread(model: PreTrainedModel, source: WeightSource) -> None:
+    """Say what the files hold besides the model, where its class says what that is."""
+    unread = getattr(model, "UNREAD", None)
+    count = sum(map(ignorable_tensors(model), source.stored_names())) if unread else 0
+    if count:
+        logger.info("%d tensors are left unread: %s", count, unread)
 
 
 def _source_of(stored: _StoredModel, facts: ModelFacts, model: PreTrainedModel) -> WeightSource:
@@ -203,8 +219,8 @@ def _open_mtp(target: OpenedModel, stored: _StoredModel) -> OpenedModel:
     why_not = mtp_family(target.facts.model_type).why_not
     if why_not is not None or not found:
         held = f"one that is not run: {why_not}" if why_not else "none, or one of a kind that is not known here"
-        if any(".markov_head." in name for name in stored.tensors):
-            held = "DSpark's, which draft a block of tokens at once, each corrected by the one before it: not run here"
+        if any("markov" in name for name in stored.tensors):
+            held = "a DSpark head, which is read from safetensors alone"
         beside = "" if target.gguf is None or why_not else ", and no mtp-*.gguf is beside them"
         raise UnsupportedError(
             f"--speculative mtp: of layers for multi-token prediction, the files of this model "
@@ -229,6 +245,28 @@ def _open_mtp_layer(target: OpenedModel, stored: _StoredModel, names: MtpNames, 
     model = build_mtp(hf_config, config.trust_remote_code, has_head=names.has_head)
     source = _source_of(stored, facts, model)
     return replace(target, config=config, hf_config=model.config, facts=facts, gguf=gguf, model=model, source=source)
+
+
+def _with_dspark(target: OpenedModel, stored: SafetensorsModel) -> OpenedModel:
+    """The target with its DSpark head, which drafts as many tokens as it can at most. Raises UnsupportedError where it
+    is of another family than DeepSeek-V4, ConfigError for numbers that no such head has."""
+    if target.facts.model_type != "deepseek_v4":
+        raise UnsupportedError(
+            f"--speculative mtp: the files hold a DSpark head, of which that of DeepSeek-V4 is known, and the model's "
+            f"type is {target.facts.model_type}; take --speculative ngram, or --draft_model"
+        )
+    names = dspark_names(stored.tensors)
+    found = DsparkFacts.of(target.hf_config, names)
+    most = min(target.config.speculative_tokens, found.block_size)
+    target = replace(target, config=replace(target.config, speculative_tokens=most))
+    config, hf_config = mtp_layer_config(target.config), dspark_config(target.hf_config, found)
+    facts = _facts_of(hf_config, config.trust_remote_code)
+    model = build_dspark(hf_config, found, config.trust_remote_code)
+    source = _safetensors_source(with_names(stored, names), facts, model)
+    draft = replace(
+        target, config=config, hf_config=model.config, facts=facts, model=model, source=source, dspark=found
+    )
+    return replace(target, draft=draft)
 
 
 def _open_assistant(

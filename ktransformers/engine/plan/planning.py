@@ -287,7 +287,9 @@ class Planner:
         in slots of their own where RAM has no room for all."""
         config = replace(draft.config, cache_lens=target.num_slots, chunk_size=target.chunk_size)
         size = self.cache_plan.page_size(target.shapes)
-        cache_plan = CachePlan(self.cache_plan.max_batch_size, size, slots=target.num_slots)
+        batch = self.cache_plan.max_batch_size
+        spare = 0 if draft.dspark is None else batch * draft.dspark.num_spare_pages(size)
+        cache_plan = CachePlan(batch, size, slots=target.num_slots + spare * size)
         planner = Planner(replace(draft, config=config), None, cache_plan, is_draft=True, _rules=self._draft_rules)
         if self.expert_files is None:
             return self._draft_on(planner, target, hardware)

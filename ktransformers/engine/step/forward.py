@@ -49,8 +49,9 @@ class ForwardPass:
 
     layout: the devices of its layers, None where all are on the CPU. announce: whether modules that keep torch's
     forward get a line in the log. short: what steps on the CPU take, where a model has it. last_hidden: the
-    forward hook that keeps the hidden states of each step for a drafter; None without one. block_rows: steps of more
-    rows on GPUs attend in blocks of so many (ForwardContext.blocks); 0: none does.
+    forward hook that keeps the hidden states of each step for a drafter; None without one. math: what
+    modules that keep torch's code run in. block_rows: steps of more rows on GPUs attend in blocks of so many
+    (ForwardContext.blocks); 0: none does.
     """
 
     def __init__(self, model: Any, pool: WorkerPool, layout: StepLayout | None = None, *, announce: bool = True):
@@ -66,7 +67,7 @@ class ForwardPass:
         if unusual and announce:
             more = f" and {len(unusual) - 1} more modules keep" if unusual[1:] else " keeps"
             logger.info("%s%s the model's own forward, on native products", unusual[0] or "the model", more)
-        self._math: AbstractContextManager[Any] = NativeMathMode(pool) if left else nullcontext()
+        self.math: AbstractContextManager[Any] = NativeMathMode(pool) if left else nullcontext()
 
     @property
     def embedding(self) -> nn.Module:
@@ -144,7 +145,7 @@ class ForwardPass:
 
     def _logits(self, *, positions: Tensor, keep: Tensor, context: ForwardContext, **tokens: Tensor) -> Tensor:
         kept = nullcontext() if self.last_hidden is None else self.last_hidden.open()
-        with self._math, kept, adding_pictures(self.model, context):
+        with self.math, kept, adding_pictures(self.model, context):
             output = self.model(
                 **tokens, position_ids=positions, use_cache=False, logits_to_keep=keep, forward_context=context
             )

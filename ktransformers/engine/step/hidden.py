@@ -11,13 +11,14 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from typing_extensions import override
 
 from ktransformers.core import EmbeddingForm, Pooling
 from ktransformers.engine.damage.errors import NotFiniteError
 from ktransformers.errors import ConfigError, UnsupportedError, reason_of
 from ktransformers.operators.recorder import fp32_copy, intercepted
 
-__all__ = ["HiddenStatesHook", "LastHiddenHook", "Pooled", "embedding_form"]
+__all__ = ["HiddenStatesHook", "LastHiddenHook", "LayersHiddenHook", "Pooled", "embedding_form"]
 
 _MODULES, _POOLING = "modules.json", "1_Pooling/config.json"
 _KNOWN_MODULES = {"Transformer", "Pooling", "Normalize"}
@@ -131,6 +132,33 @@ class LastHiddenHook:
         kept = self._replayed if self._latest is None else self._latest
         assert kept is not None, "no step has run"
         return kept
+
+
+class LayersHiddenHook(LastHiddenHook):
+    """Keeps the hidden states behind some layers of each step, side by side in the order of the layers: [T, layers H].
+    Of layers with streams [1, T, N, H] their mean (DeepSeek's inference code: `h.mean(dim=2)`)."""
+
+    def __init__(self, model: torch.nn.Module, layers: Sequence[int]):
+        super().__init__(model, is_normed=False)
+        self._layers = tuple(layers)
+
+    @override
+    def open(self) -> AbstractContextManager[None]:
+        """Keep what the layers give while the model's own forward runs."""
+        layers, found = getattr(self._base, "inner", self._base).layers, dict[object, torch.Tensor]()
+
+        def run(number: object, forward: Callable[..., object], /, *args: object, **kwargs: object) -> object:
+            output = forward(*args, **kwargs)
+            hidden = output[0] if isinstance(output, tuple) else output
+            assert isinstance(hidden, torch.Tensor), "a layer gives hidden states"
+            rows = hidden[0]
+            # Layers behind this one may change their input in place: a mean is a tensor of its own.
+            found[number] = rows.mean(dim=1) if rows.dim() == 3 else rows.clone()
+            if number == self._layers[-1]:
+                self.keep(torch.cat([found[each].to(rows.device) for each in self._layers], dim=-1))
+            return output
+
+        return intercepted([(number, layers[number]) for number in self._layers], run)
 
 
 class Pooled:

@@ -48,7 +48,7 @@ from ktransformers.operators.rotation import rotate
 from ktransformers.operators.wrapper import DenseState, WrapperOperator
 from ktransformers.weights.source import WeightSource
 
-__all__ = ["KCompressedAttention"]
+__all__ = ["KCompressedAttention", "StepRows", "turned"]
 
 _MAX_INDEX = (1 << 31) - 1
 
@@ -61,7 +61,7 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class StepRows:
     """The rows of a step, and where the cache has any position of their sequences. p: their positions, int64 [T]."""
 
     context: ForwardContext
@@ -69,7 +69,8 @@ class _Rows:
     seq_ids: torch.Tensor
 
     @classmethod
-    def of(cls, context: ForwardContext) -> _Rows:
+    def of(cls, context: ForwardContext) -> StepRows:
+        """Return the rows of a step."""
         return cls(context, context.kv_lens.long() - 1, context.seq_ids.long())
 
     def slots(self, positions: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
@@ -112,7 +113,7 @@ class _Compression:
         """Columns of C and Z."""
         return 2 * self.series * self.dim
 
-    def update(self, rows: _Rows, hidden_states: torch.Tensor, cached: torch.Tensor) -> None:
+    def update(self, rows: StepRows, hidden_states: torch.Tensor, cached: torch.Tensor) -> None:
         """Write C and Z of all rows [1, T, hidden], then the entries of windows that end in this step."""
         columns = torch.cat((self.module.kv_proj(hidden_states)[0], self.module.gate_proj(hidden_states)[0]), dim=-1)
         cached[rows.context.slot_mapping, self.values : self.values + self.width] = columns
@@ -125,7 +126,7 @@ class _Compression:
         entries = turned(entries[:, None], *(part[0] for part in angles))[:, 0]
         cached[rows.context.slot_mapping[last], self.entry : self.entry + self.dim] = entries
 
-    def _pooled(self, rows: _Rows, last: torch.Tensor, start: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
+    def _pooled(self, rows: StepRows, last: torch.Tensor, start: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
         """The weighted sum of each window, [N, D]; added up token by token, whatever else is computed beside it."""
         back = (self.series - 1) * self.rate
         positions = start[:, None] - back + torch.arange(back + self.rate)
@@ -157,19 +158,32 @@ class KCompressedAttention(WrapperOperator):
     }
     OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset({"o_a_proj"})  # a linear layer for each group of heads
 
+    NEEDED: ClassVar[tuple[str, ...]] = (
+        *("q_a_proj", "q_b_norm", "kv_norm", "o_a_proj", "o_b_proj", "sinks", "sliding_window", "compressor"),
+    )
+
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         super().__init__(module, key, config, placement)
-        needed = ("q_a_proj", "q_b_norm", "kv_norm", "o_a_proj", "o_b_proj", "sinks", "sliding_window", "compressor")
-        missing = [name for name in needed if not hasattr(module, name)]
+        missing = [name for name in self.NEEDED if not hasattr(module, name)]
         if missing:
             raise UnsupportedError(
-                f"KCompressedAttention cannot replace {key} ({type(module).__name__}): no {missing[0]}"
+                f"{type(self).__name__} cannot replace {key} ({type(module).__name__}): no {missing[0]}"
             )
-        inner: Any = module
-        self.layer_idx, self.layer = int(inner.layer_idx), layer_number(module)
-        self.window = int(inner.sliding_window)
-        self.num_heads, self.head_dim = int(inner.num_heads), int(inner.head_dim)
-        self._compressor = self._indexer = None
+        numbers = (int(getattr(module, name)) for name in ("layer_idx", "sliding_window", "num_heads", "head_dim"))
+        self.layer_idx, self.window, self.num_heads, self.head_dim = numbers
+        self.layer = layer_number(module)
+        self._o_a: RawTensor | None = None  # [groups, R, columns of a group]
+        self._biases: list[torch.Tensor] = []  # of positions in a window, fp32 on a GPU
+        self._gpu: GpuCompressed | None = None
+        self._compressor: _Compression | None = None
+        self._indexer: _Compression | None = None
+        self._head_eps: float | None = None
+        self._epsilons: tuple[float, float] | None = None
+        self.cached_dim = self._take_parts()
+
+    def _take_parts(self) -> int:
+        """Look at the parts of the module; return the columns of the cache's rows."""
+        inner: Any = self.inner
         width = self.head_dim
         if inner.compressor is not None:
             self._compressor = _Compression.of(inner.compressor, width, 2 * self.head_dim)
@@ -178,12 +192,9 @@ class KCompressedAttention(WrapperOperator):
             if indexer is not None:
                 self._indexer = _Compression.of(indexer, width, width + int(indexer.head_dim))
                 width = self._indexer.values + self._indexer.width
-        self.cached_dim = -(-width // self.head_dim) * self.head_dim
-        self._o_a: RawTensor | None = None  # [groups, R, columns of a group]
         self._head_eps = recognize_weightless_norm(inner.q_b_norm)
-        self._epsilons = CompressedSpec.check(key, inner, self.head_dim) if self.device.is_gpu else None
-        self._biases: list[torch.Tensor] = []  # of positions in a window, fp32 on a GPU
-        self._gpu: GpuCompressed | None = None
+        self._epsilons = CompressedSpec.check(self.key, inner, self.head_dim) if self.device.is_gpu else None
+        return -(-width // self.head_dim) * self.head_dim
 
     @override
     def op(self, phase: Phase) -> str:
@@ -262,18 +273,41 @@ class KCompressedAttention(WrapperOperator):
         inner: Any = self.inner
         pool = self.config.require_pool()
         cos, sin = (part[0] for part in position_embeddings[inner.rope_layer_type])
-        rows = _Rows.of(forward_context)
+        rows = StepRows.of(forward_context)
         keys, _ = forward_context.cache.layer(self.layer_idx)
         residual = inner.q_a_norm(inner.q_a_proj(hidden_states))
         query = self._head_norm(inner.q_b_proj(residual).view(-1, self.head_dim))
         query = query.view(-1, self.num_heads, self.head_dim)
-        key = inner.kv_norm(inner.kv_proj(hidden_states))[0]
-        keys[forward_context.slot_mapping, 0, : self.head_dim] = turned(key[:, None], cos, sin)[:, 0]
+        self._keep_keys(hidden_states, (cos, sin), keys, forward_context)
         entries, num_entries = self._entries(rows, hidden_states, residual, keys[:, 0], (cos, sin))
         out = self._attend(rows, turned(query, cos, sin), keys, entries, num_entries)
         out = turned(out, cos, -sin)
         merged = cpu.batched_linear(out.view(-1, self._o_a_shape[0], self._o_a_shape[2]), self._o_a, pool)
         return inner.o_b_proj(merged.view(1, len(merged), -1)), None
+
+    def keep_keys(
+        self, hidden_states: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], context: ForwardContext
+    ) -> None:
+        """Write the keys of rows [1, T, hidden] and nothing else, of a layer with a window alone: for a drafter whose
+        keys are made of its target's hidden states. angles: cos and sin [T, P / 2]."""
+        assert not self._compressions, f"{self.key} has compressed keys"
+        keys, _ = context.cache.layer(self.layer_idx)
+        if self._gpu is None:
+            self._keep_keys(hidden_states, angles, keys, context)
+        else:
+            self._check_slots(len(keys))
+            self._gpu.keep_keys(self.device.to_device(hidden_states)[0], angles, context.on(keys.device), keys)
+
+    def _keep_keys(
+        self,
+        hidden_states: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        keys: torch.Tensor,
+        context: ForwardContext,
+    ) -> None:
+        inner = self.inner
+        key: torch.Tensor = inner.get_submodule("kv_norm")(inner.get_submodule("kv_proj")(hidden_states))[0]
+        keys[context.slot_mapping, 0, : self.head_dim] = turned(key[:, None], *angles)[:, 0]
 
     def _forward_on_gpu(
         self, gpu: GpuCompressed, hidden_states: torch.Tensor, position_embeddings: Any, context: ForwardContext
@@ -305,7 +339,7 @@ class KCompressedAttention(WrapperOperator):
 
     def _entries(
         self,
-        rows: _Rows,
+        rows: StepRows,
         hidden_states: torch.Tensor,
         residual: torch.Tensor,
         cached: torch.Tensor,
@@ -326,7 +360,7 @@ class KCompressedAttention(WrapperOperator):
 
     def _chosen(
         self,
-        rows: _Rows,
+        rows: StepRows,
         hidden_states: torch.Tensor,
         residual: torch.Tensor,
         cached: torch.Tensor,
@@ -358,7 +392,7 @@ class KCompressedAttention(WrapperOperator):
         return chosen
 
     def _attend(
-        self, rows: _Rows, query: torch.Tensor, keys: torch.Tensor, entries: torch.Tensor, num_entries: torch.Tensor
+        self, rows: StepRows, query: torch.Tensor, keys: torch.Tensor, entries: torch.Tensor, num_entries: torch.Tensor
     ) -> torch.Tensor:
         """[T, heads, D]. Every row has a table of its own: first entries, then the tokens of its window."""
         inner: Any = self.inner

@@ -256,6 +256,14 @@ class GpuCompressed:
         groups, columns, _ = self._o_a.shape
         return grouped_product(out.view(-1, groups, columns), self._o_a).view(1, len(x), -1)
 
+    def keep_keys(
+        self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], context: ForwardContext, keys: torch.Tensor
+    ) -> None:
+        """Write the keys of rows [T, hidden] alone, otherwise as a call."""
+        use(keys.device)
+        _, key = self._narrow(x)
+        turn(key[:, None], *angles, norm=self._key_norm, cache=keys, slot_mapping=context.slot_mapping)
+
     @property
     def _heads(self) -> list[int]:
         """Heads of what `_queries` makes."""

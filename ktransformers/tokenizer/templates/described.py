@@ -1,4 +1,4 @@
-"""Tools in words, for chat templates that know none: a text of the conversation's system turn.
+"""Tools in words, for chat templates that know none, or not these: a text of the conversation's system turn.
 
 The same bytes for the same tools, so that prompts that go on share their beginning. Where the template keeps no system
 turn, fold.py makes it part of the user's. llama.cpp does the same by its "generic" format.
@@ -13,7 +13,7 @@ from typing import Any
 from ktransformers.tokenizer.templates.calls import SpellCalls
 from ktransformers.tokenizer.templates.rendering import Message
 
-__all__ = ["described_tools", "with_described_tools"]
+__all__ = ["completed", "described_tools", "with_described_tools"]
 
 _EXAMPLE = {
     "id": "functions.FUNCTION_NAME:0",
@@ -50,3 +50,29 @@ def with_described_tools(
     else:
         joined = [*content, {"type": "text", "text": text}]
     return [{**first, "content": joined}, *messages[1:]]
+
+
+def completed(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the tools with empty descriptions, and an object without properties for parameters, where they have none:
+    OpenAI's API requires a function's name alone, and many templates read the others.
+    """
+    made = []
+    for tool in tools:
+        function = tool.get("function", {})
+        parameters = _described(function.get("parameters") or {})
+        whole = {"type": "object", "properties": {}} | parameters
+        made.append({**tool, "function": {**_described(function), "parameters": whole}})
+    return made
+
+
+def _described(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema, or function, in which it and all properties have a text for their description."""
+    made = {**schema, "description": schema.get("description") or ""}
+    if isinstance(properties := schema.get("properties"), Mapping):
+        made["properties"] = {
+            name: _described(one) if isinstance(one, Mapping) else {"description": ""}
+            for name, one in properties.items()
+        }
+    if isinstance(items := schema.get("items"), Mapping):
+        made["items"] = _described(items)
+    return made

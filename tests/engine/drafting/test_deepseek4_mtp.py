@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
-import safetensors.torch
 import torch
 
 from ktransformers.config import EngineConfig
@@ -18,6 +18,7 @@ from tests.support.engines.drafter_steps import draft_in_every_step
 from tests.support.engines.fake_gpus import fake_hardware
 from tests.support.engines.known_drafts import answers_of, told
 from tests.support.engines.mtp_engines import check_engine, engine_of, loop_of
+from tests.support.gguf.deepseek4 import write_deepseek4_gguf
 from tests.support.gguf.deepseek4_mtp import tiny_deepseek4_mtp, write_deepseek4_mtp, write_deepseek4_mtp_gguf
 from tests.support.models.tiny_models import VOCAB_SIZE
 
@@ -96,13 +97,12 @@ def test_answers_do_not_depend_on_drafts(tmp_path: Path) -> None:
     assert loop.scheduler.stats().num_drafted > 60
 
 
-def test_a_drafter_of_another_kind_is_refused(tmp_path: Path) -> None:
-    """Of DSpark, as checkpoints since July 2026 have it, with names that begin as well with mtp."""
-    folder = write_deepseek4_mtp(tiny_deepseek4_mtp(), tmp_path)
-    stored = safetensors.torch.load_file(folder / "model.safetensors")
-    projections = ("mtp.0.e_proj.weight", "mtp.0.h_proj.weight")
-    stored = {name: tensor for name, tensor in stored.items() if name not in projections}
-    stored |= {"mtp.0.main_proj.weight": torch.ones(64, 192), "mtp.2.markov_head.markov_w1.weight": torch.ones(160, 8)}
-    safetensors.torch.save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UnsupportedError, match=r"hold DSpark's, which .*--draft_model"), engine_of(folder):
+def test_a_dspark_head_in_a_gguf_is_refused(tmp_path: Path) -> None:
+    """Which is read from safetensors alone."""
+    path = write_deepseek4_gguf(
+        tiny_deepseek4_mtp().main,
+        tmp_path / "tiny.gguf",
+        prediction={"blk.3.nextn.markov_w1.weight": np.ones((160, 8), dtype=np.float32)},
+    )
+    with pytest.raises(UnsupportedError, match=r"hold a DSpark head, .*--draft_model"), engine_of(path):
         pass
