@@ -21,7 +21,10 @@ _TEXT_OR_LIST = frozenset({"string_type", "list_type"})
 
 @dataclass(frozen=True, slots=True)
 class InvalidField:
-    """The first value of a body that cannot be taken. kind: pydantic's name of it, of the first member of a union. value: what was sent there."""
+    """The first value of a body that cannot be taken.
+
+    kind: pydantic's name of what is wrong, of the first member of a union. value: what was sent there.
+    """
 
     place: Place
     message: str
