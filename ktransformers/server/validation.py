@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from pydantic_core import ErrorDetails
 
 __all__ = ["InvalidField", "Place", "first_invalid"]
 
@@ -29,10 +30,10 @@ class InvalidField:
     place: Place
     message: str
     kind: str
-    value: Any
+    value: object
 
 
-def first_invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> InvalidField:
+def first_invalid(errors: Sequence[ErrorDetails], body: object) -> InvalidField:
     """Return the first of `errors`, which are pydantic's about `body`; of a union's members those that came furthest
     into the value, as one.
     """
@@ -46,7 +47,7 @@ def first_invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> InvalidFiel
     return _invalid(deepest, [one for one, at in zip(beside, places, strict=True) if at == deepest])
 
 
-def _place(error: Mapping[str, Any], body: Any) -> tuple[Place, Place | None]:
+def _place(error: ErrorDetails, body: object) -> tuple[Place, Place | None]:
     """The place of an error in `body`, and pydantic's of the first union on the way, which is without a tag (<tag>)."""
     location: Place = error["loc"]
     if location[:1] != ("body",):  # of the query
@@ -69,7 +70,7 @@ def _place(error: Mapping[str, Any], body: Any) -> tuple[Place, Place | None]:
     return tuple(place), union
 
 
-def _invalid(place: Place, errors: Sequence[Mapping[str, Any]]) -> InvalidField:
+def _invalid(place: Place, errors: Sequence[ErrorDetails]) -> InvalidField:
     first = errors[0]
     messages = list(dict.fromkeys(_message(one, place) for one in errors))
     if len(messages) > 1:
@@ -78,7 +79,7 @@ def _invalid(place: Place, errors: Sequence[Mapping[str, Any]]) -> InvalidField:
     return InvalidField(place, messages[0], str(first["type"]), first.get("input"))
 
 
-def _message(error: Mapping[str, Any], place: Place) -> str:
+def _message(error: ErrorDetails, place: Place) -> str:
     kind, location = error["type"], error["loc"]
     if not place and kind == "missing":
         return "the body is empty: send a JSON object"

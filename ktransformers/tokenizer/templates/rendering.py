@@ -30,7 +30,7 @@ def rendered(
     """
     turns = [dict(message) for message in messages]
 
-    def made_with(shown: list[Mapping[str, Any]] | None) -> str:
+    def made_with(shown: Sequence[Mapping[str, object]] | None) -> str:
         with limited():
             return str(backend.apply_chat_template(turns, tools=shown, tokenize=False, **options))
 
