@@ -43,30 +43,22 @@ class KnownDrafter:
     def __len__(self) -> int:
         return self._num_known
 
-    def add(self, token_id: int) -> bool | None:
-        """Take the sequence's next token, see Drafter.add."""
-        was_right = None
-        if self._num_known < len(self._drafts):
-            was_right = self._drafts[self._num_known] == token_id
-            self._rates.add(MAX_MATCH, was_right)
-        self._num_known += 1
-        return was_right
-
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Take several tokens, see Drafter.extend."""
+        """Take the sequence's next tokens, see Drafter.extend."""
+        drafted = self._drafts[self._num_known : self._num_known + len(token_ids)]
+        for token_id, draft in zip(token_ids, drafted, strict=False):
+            self._rates.add(MAX_MATCH, draft == token_id)
+            if draft != token_id:
+                break
         self._num_known += len(token_ids)
 
-    def chances(self, most: int) -> list[float]:
+    def chances(self, most: int) -> tuple[float, ...]:
         """Return the chances of the first tokens of `draft`, see Drafter.chances."""
         return self._rates.chances(MAX_MATCH, min(most, len(self._drafts) - self._num_known))
 
-    def later(self, most: int) -> tuple[float, list[float]]:
+    def later(self, most: int) -> tuple[float, tuple[float, ...]]:
         """Return the chances behind the next token, see Drafter.later."""
         return behind_next(self.chances(most + 1))
-
-    def copies(self, most: int) -> bool:
-        """Return True, see Drafter.copies."""
-        return True
 
     def draft(self, most: int) -> list[int]:
         """Return up to `most` tokens, see Drafter.draft."""

@@ -52,6 +52,7 @@ void bind_store(nb::module_& m) {
       .def("add_layer", &add_layer, nb::arg("parts"), nb::arg("record_nbytes"), nb::arg("extents"))
       .def("open", &ExpertStore::open, nb::arg("budget_nbytes"), nb::arg("top_k"),
            nb::call_guard<nb::gil_scoped_release>())
+      .def("probe", &ExpertStore::probe, nb::arg("is_on"), nb::call_guard<nb::gil_scoped_release>())
       .def("fill", &ExpertStore::fill, nb::arg("scores"), nb::arg("wait"), nb::call_guard<nb::gil_scoped_release>())
       .def(
           "hold",
@@ -89,6 +90,10 @@ void bind_store(nb::module_& m) {
           "_hold", [](ExpertStore& self, bool is_held) { self.reader().hold(is_held); }, nb::arg("is_held"))
       .def(
           "_fail_next", [](ExpertStore& self, int count) { self.reader().fail_next(count); }, nb::arg("count"))
+      .def(
+          "_pass", [](ExpertStore& self, int64_t count) { self.reader().pass(count); }, nb::arg("count"))
+      .def(
+          "_set_quiet", [](ExpertStore& self, int64_t ns) { self.reader().set_quiet(ns); }, nb::arg("ns"))
       .def("_slow_down", [](ExpertStore& self, int times) { self.reader().slow_down(times); }, nb::arg("times"));
   using kt::RowStore;
   nb::class_<RowStore>(m, "RowStore")

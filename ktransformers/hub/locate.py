@@ -45,13 +45,17 @@ def locate_path(text: str | os.PathLike[str], flag: str = "") -> Path:
     The path of a cached model is inside a snapshot, with links not followed: shards know each other by name. flag
     ("--gguf_path") begins the message of an error. Raises ConfigError.
     """
-    path = Path(text).expanduser()
     prefix = f"{flag} " if flag else ""
+    if not os.fspath(text):  # as of a variable of a shell that is not set; to pathlib it is the current folder
+        raise ConfigError(f"{prefix or 'MODEL '}is empty: name a model, or its file or folder")
+    path = Path(text).expanduser()
     try:
         if path.exists():
             return path
     except OSError as error:
         raise ConfigError(f"{prefix}{text} cannot be read: {error.strerror or error}") from error
+    if path.is_symlink():
+        raise ConfigError(f"{prefix}{text} is a link to {os.readlink(path)}, which does not exist")
     if not is_name(os.fspath(text)):
         raise ConfigError(f"{prefix}{text} does not exist{_near(path)}")
     try:

@@ -21,12 +21,12 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from urllib.parse import SplitResult, unquote_to_bytes, urljoin, urlsplit
+from urllib.parse import SplitResult, unquote, unquote_to_bytes, urljoin, urlsplit
 
 from ktransformers.errors import ConfigError, reason_of
 from ktransformers.media.limits import MAX_NBYTES
 
-__all__ = ["Version", "check_allowed", "data_of", "fetch", "fetch_if_changed", "is_allowed"]
+__all__ = ["Version", "base64_bytes", "check_allowed", "data_of", "fetch", "fetch_if_changed", "is_allowed"]
 
 _MOST_REDIRECTS = 3
 _SECONDS = 20.0
@@ -82,16 +82,27 @@ def fetch_if_changed(
 
 
 def data_of(url: str) -> bytes:
-    """Return the bytes in a `data:` URL (RFC 2397). Raises ConfigError for what is none."""
+    """Return the bytes in a `data:` URL (RFC 2397), whose base64 may have characters as %2B. Raises ConfigError for
+    what is none."""
     head, comma, body = url.partition(",")
     if head[:5].lower() != "data:" or not comma:
         raise ConfigError("a data URL is data:image/png;base64,... with the picture's bytes")
     if not head.lower().endswith(";base64"):
         return unquote_to_bytes(body)
     try:
-        return base64.b64decode("".join(body.split()), validate=True)
+        return base64_bytes(unquote(body) if "%" in body else body)
+    except ConfigError as error:
+        raise ConfigError(f"the data URL is not base64: {error}") from error
+
+
+def base64_bytes(text: str) -> bytes:
+    """Return the bytes in base64 as browsers take it (WHATWG's forgiving-base64 decode: white space and missing padding
+    are allowed), or in its alphabet for URLs (RFC 4648). Raises ConfigError for what is none."""
+    packed = "".join(text.split()).replace("-", "+").replace("_", "/")
+    try:
+        return base64.b64decode(packed + "=" * (-len(packed) % 4), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise ConfigError(f"the data URL is not base64: {reason_of(error)}") from error
+        raise ConfigError(reason_of(error)) from error
 
 
 def is_allowed(host: str, allowed_hosts: Sequence[str]) -> bool:

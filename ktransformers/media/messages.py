@@ -43,6 +43,7 @@ class Read(msgspec.Struct, frozen=True, tag=True):
     notes: tuple[str, ...] = ()
     lead: int = 0
     trail: int = 0
+    closing: str = ""
 
 
 class Fault(msgspec.Struct, frozen=True, tag=True):

@@ -9,7 +9,7 @@ from typing import Protocol
 from ktransformers.errors import ConfigError
 from ktransformers.media.records import MediaItem, is_media_id, media_ids
 
-__all__ = ["PictureReader", "ReadPicture", "media_items", "with_media_ids"]
+__all__ = ["PictureReader", "ReadPicture", "media_items", "texts_of", "with_media_ids"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,8 @@ class ReadPicture:
 
     digest: 32 bytes, see MediaItem. text: what stands in the prompt for it: the tokens of its positions, and what the
     family writes around and between them. num_positions: those that the tower fills. width, height: pixels, upright.
-    lead, trail: tokens in front of these and behind them that the family counts to the picture.
+    lead, trail: tokens in front of these and behind them that the family counts to the picture. closing: the end of
+    `text` that only the last picture of a prompt has.
     """
 
     digest: bytes
@@ -28,6 +29,7 @@ class ReadPicture:
     height: int
     lead: int = 0
     trail: int = 0
+    closing: str = ""
 
 
 class PictureReader(Protocol):
@@ -68,6 +70,11 @@ def with_media_ids(
         )
     own = (one for picture in pictures for one in media_ids(picture.digest, picture.num_positions))
     return [next(own) if one in position_token_ids else one for one in token_ids]
+
+
+def texts_of(pictures: Sequence[ReadPicture]) -> list[str]:
+    """Return what stands in a prompt for each of its pictures."""
+    return [one.text.removesuffix(one.closing) for one in pictures[:-1]] + [one.text for one in pictures[-1:]]
 
 
 def media_items(prompt_ids: Sequence[int], pictures: Sequence[ReadPicture]) -> tuple[MediaItem, ...]:

@@ -21,11 +21,13 @@ from typing import Any, Protocol
 import torch
 from PIL import Image
 
-from ktransformers.errors import ConfigError, reason_of
+from ktransformers.errors import MODULE_FAILURES, ConfigError, reason_of
 from ktransformers.media.limits import MAX_PIXELS
 from ktransformers.media.torchvision import prepare_torchvision
 
 __all__ = ["Processed", "Processor"]
+
+_log = logging.getLogger(__name__)
 
 _OF_TEXT = re.compile("input_ids|attention_mask|labels|.*token_type_ids")
 _POSITION_FIELDS = ("image_token_id", "image_token_index", "media_placeholder_token_id")
@@ -56,6 +58,7 @@ class Processed:
     num_positions: int
     lead: int = 0
     trail: int = 0
+    closing: str = ""
 
 
 class _NoVideos(dict[str, object]):
@@ -79,6 +82,7 @@ class Processor:
             raise ConfigError(f"{type(self._processor).__name__} in {folder} names no token for pictures")
         self.placeholder = placeholder
         self.position_token_ids = _position_ids(folder, self._processor)
+        self._closing: str | None = None
         self._recipe = _recipe((self._processor, self._processor.image_processor), tower)
         if "Pil" in type(self._processor.image_processor).__name__:
             note("pictures are resized by Pillow: torchvision is not there (pip install ktransformers-engine[images])")
@@ -86,18 +90,8 @@ class Processor:
     def process(self, image: Image.Image, detail: str) -> Processed:
         """Process a picture in mode RGB. detail: of limits.DETAILS. Raises ConfigError."""
         text, settings = f"{_BORDER}{self.placeholder}{_BORDER}", self._settings(detail)
-        self._record.text = None
         try:
-            with _quiet(), torch.inference_mode():
-                made = self._processor(
-                    images=[image],
-                    text=[text],
-                    images_kwargs=settings,
-                    text_kwargs={
-                        "padding": False
-                    },  # which some ask for, of tokenizers that need not have a token for it
-                    return_tensors="pt",
-                )
+            made, written = self._made([image], text, settings)
         except Exception as error:  # whatever a processor does with a picture of a shape that it was not made for
             width, height = image.size
             is_large = isinstance(error, MemoryError)
@@ -105,7 +99,7 @@ class Processor:
             raise ConfigError(
                 f"the model's processor refuses the picture of {width} x {height} pixels: {reason}"
             ) from error
-        parts = (self._record.text or "").split(_BORDER)
+        parts = written.split(_BORDER)
         if len(parts) != 3:
             raise ConfigError(f"{type(self._processor).__name__} writes pictures in a way that is not supported")
         ids = self._record.tokenizer(parts[1], add_special_tokens=False)["input_ids"]
@@ -113,8 +107,37 @@ class Processor:
         tensors = {name: _tensor(name, value) for name, value in made.items() if not _OF_TEXT.fullmatch(name)}
         if not num_positions or not tensors:
             raise ConfigError(f"{type(self._processor).__name__} makes no positions of a picture")
-        digest = self._digest(image, settings, parts[1])
-        return Processed(tensors, digest, parts[1], num_positions, *self._margins(ids))
+        digest, closing = self._digest(image, settings, parts[1]), self._closing_of(image, parts[1])
+        return Processed(tensors, digest, parts[1], num_positions, *self._margins(ids), closing)
+
+    def _made(
+        self, images: list[Image.Image], text: str, settings: Mapping[str, object]
+    ) -> tuple[Mapping[str, object], str]:
+        """Return what the processor makes of pictures, and the text in which they have taken their places."""
+        self._record.text = None
+        with _quiet(), torch.inference_mode():
+            made = self._processor(
+                images=images,
+                text=[text],
+                images_kwargs=settings,
+                text_kwargs={"padding": False},  # which some ask for, of tokenizers that need not have a token for it
+                return_tensors="pt",
+            )
+        return made, self._record.text or ""
+
+    def _closing_of(self, image: Image.Image, text: str) -> str:
+        """The end of a picture's text that only the last one of a prompt has (PaliGemma's <bos>). Asked once, with two
+        pictures: the first one that a process reads is small."""
+        if self._closing is None:
+            try:
+                _, written = self._made([image] * 2, _BORDER.join(("", self.placeholder, self.placeholder, "")), {})
+            except MODULE_FAILURES as error:  # of a family that takes one picture, or two in another way
+                _log.debug("two pictures of one prompt: %s", reason_of(error))
+                written = ""
+            parts = written.split(_BORDER)
+            is_of_last = len(parts) == 4 and parts[2] == text and text.startswith(parts[1])
+            self._closing = text[len(parts[1]) :] if is_of_last else ""
+        return self._closing if text.endswith(self._closing) else ""
 
     def _margins(self, ids: Sequence[int]) -> tuple[int, int]:
         """How many tokens of a picture's text in front of its first position, and behind its last one, are of the

@@ -94,7 +94,14 @@ class ChildReader:
         assert isinstance(made, Read)
         self.store.add(made.digest, made.nbytes)
         picture = ReadPicture(
-            made.digest, made.text, made.num_positions, made.width, made.height, made.lead, made.trail
+            made.digest,
+            made.text,
+            made.num_positions,
+            made.width,
+            made.height,
+            made.lead,
+            made.trail,
+            made.closing,
         )
         with self._lock:
             self._known[key, detail] = picture

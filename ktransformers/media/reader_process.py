@@ -102,7 +102,7 @@ def _read(processor: Processor, store: Path, question: Question) -> Read:
     nbytes = _write(made, store)
     width, height = image.size
     notes_made, margins = tuple(notes), (made.lead, made.trail)
-    return Read(made.digest, made.text, made.num_positions, width, height, nbytes, notes_made, *margins)
+    return Read(made.digest, made.text, made.num_positions, width, height, nbytes, notes_made, *margins, made.closing)
 
 
 def _write(made: Processed, store: Path) -> int:

@@ -45,6 +45,7 @@ _BY_MODALITY = "ernie4_5_vl_moe_text"  # has experts for text and experts for im
 _NUM_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _LAYER_WORDS = ("layer_types", "layers_block_type")
 _IS_MOE = ("is_moe", "enable_moe_block")  # of families that count experts in dense models too
+_CONFIG_MODULES = ("transformers.", "ktransformers.models.")
 _EXTENDED_BY_FACTOR = ("linear", "dynamic")
 _UNKNOWN_FIELDS = {  # of Kimi-K3, whose text config calls itself kimi_linear
     "attn_res_block_size": "residuals across blocks of layers",
@@ -173,7 +174,8 @@ class Quantization:
 class ModelFacts:
     """Facts of a causal language model, by its config alone.
 
-    architecture: the class in its config.json. is_of_transformers: whether that config is a class of transformers.
+    architecture: the class in its config.json. is_of_transformers: whether that config is a class of transformers, or
+    of this package where transformers has none.
     composite_type: the model_type of a config for images and text whose language model this is; None for no such.
     intermediate_size: of the widest dense layer, 0 when the config does not say.
     num_prediction_layers: for multi-token prediction, stored behind the model's own layers.
@@ -217,7 +219,7 @@ class ModelFacts:
         return cls(
             model_type=str(config.raw("model_type")),
             architecture=str(architectures[0]) if isinstance(architectures, list) and architectures else None,
-            is_of_transformers=type(config.of).__module__.startswith("transformers."),
+            is_of_transformers=type(config.of).__module__.startswith(_CONFIG_MODULES),
             vocab_size=config.number("vocab_size"),
             num_extra_ids=config.find("additional_vocab_size") or 0,
             hidden_size=config.number("hidden_size"),

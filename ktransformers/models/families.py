@@ -149,6 +149,7 @@ FAMILIES: Mapping[str, Support | Refusal | Since] = {
     "deepseek_v3": TESTED,
     "deepseek_v32": TESTED,
     "deepseek_v4": TESTED,
+    "deepseek_v41": TESTED,
     "diffllama": TWICE,
     "doge": OWN_MASK,
     "dory": Since((5, 24), LOOPS),
@@ -339,12 +340,6 @@ _HYPER_LATENT = (
 )
 
 NOT_IN_TRANSFORMERS: Mapping[str, str] = {
-    "deepseek_v41": (
-        "an encoder and a decoder whose layers share compressed streams and the keys of two-level indexers, "
-        "embeddings of n-grams (Engram), hyper-connections that lag by a block, and activations that are rounded to "
-        "FP8 and FP4 on the way; the code that is published with it is no class of transformers, whose pull request "
-        "48721 was closed"
-    ),
     "kimi_k3": (
         "residuals across blocks of layers, experts in a narrower space, a gate behind latent attention that rotates "
         "nothing, and an activation of its own (SiTU); its own Python code computes it, and transformers' pull request "

@@ -68,6 +68,7 @@ _FAMILIES: Mapping[str, MtpFamily] = {
         streams="hc_mult",
         mixer="hc_head",
     ),
+    "deepseek_v41": MtpFamily(why_not="they draft a block of tokens at once (DSpark)"),
     "exaone4": MtpFamily(layer_type=_SLIDING),
     "exaone_moe": MtpFamily(layer_type=_SLIDING),
     "glm_moe_dsa": MtpFamily(layer_type=_INDEXED),

@@ -72,6 +72,7 @@ custom_models: Mapping[str, Family] = {
     "deepseek_v3": Family("DeepSeek-V3-Chat.yaml", gguf_arch="deepseek2", upstream=UpstreamNames("deepseekv3")),
     "deepseek_v32": Family("DeepSeek-V32.yaml"),
     "deepseek_v4": Family("DeepSeek-V4.yaml", expert_type="MXFP4"),
+    "deepseek_v41": Family("DeepSeek-V41.yaml", expert_type="MXFP4"),
     "dots1": Family("Dots1.yaml"),
     "dots3_note_text": Family("Dots3Note.yaml"),
     "ernie4_5_moe": Family("Ernie4_5_Moe.yaml"),

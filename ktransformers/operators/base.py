@@ -28,9 +28,10 @@ from typing_extensions import override
 from ktransformers.config import CPU_BF16S, CPU_PREFILLS, SPARSE_ATTENTIONS
 from ktransformers.core import Phase
 from ktransformers.errors import TensorMismatchError
+from ktransformers.kernels import cpu
 from ktransformers.kernels.cpu import MoeKernel, WorkerPool
 from ktransformers.kernels.cpu.expert_counts import ExpertCounts
-from ktransformers.kernels.types import QuantType
+from ktransformers.kernels.types import QuantType, RawTensor
 from ktransformers.models.facts import ModelFacts
 from ktransformers.operators.device import Devices
 from ktransformers.operators.expert_files import ExpertFiles
@@ -292,6 +293,13 @@ class Operator(nn.Module, ABC):
         """Take what the runtime has for the operator, and share what may be shared. Subclasses say how; `post_load`
         calls it.
         """
+
+    def kept(self, weight: RawTensor) -> RawTensor:
+        """Return a matrix as `load` is to keep it on the CPU: where the file has mapped it, or in memory of its own in
+        a model whose experts stay in files. For slots leave the system's cache no room, and whoever cuts a file that
+        is mapped ends the process.
+        """
+        return weight if self.config.expert_files is None else cpu.unmapped(weight, self.config.require_pool())
 
     @final
     def fill(self, source: WeightSource) -> None:

@@ -1,7 +1,7 @@
 """What of a model stays in its files while it runs, experts and tables of n-grams, and the stores that read it.
 
     planned    find: where the experts of each layer are; headers alone are read
-    loaded     begin, add: the layers that are placed so; add_table; open: slots in RAM
+    loaded     begin, add: the layers that are placed so; add_table; open: slots in RAM; probed: checks of layers
     runs       kernels read by the stores; fill: what is used most, or was before
     over       close
 
@@ -11,7 +11,8 @@ Knows no operators; a layer is the name of its experts' module.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from ktransformers.weights.source import MappedExperts
 from ktransformers.weights.stored_experts.mapped import extent_of, mapped_extents
 from ktransformers.weights.stored_experts.reading import StoredExperts
 
-__all__ = ["ExpertFiles", "ExpertRecords", "packed_key"]
+__all__ = ["ExpertFiles", "ExpertRecords", "packed_key", "probed"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,11 @@ def packed_key(key: str, mtp_index: int = -1) -> str:
     """Return what a packed file calls the experts `key` of a model, or of its layer `mtp_index` for multi-token
     prediction."""
     return key if mtp_index < 0 else f"mtp.{mtp_index}.{key}"
+
+
+def probed(files: ExpertFiles | None, *, is_on: bool = True) -> AbstractContextManager[None]:
+    """Return `ExpertFiles.probed`; nothing to be done where no experts are in files."""
+    return nullcontext() if files is None else files.probed(is_on=is_on)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,7 @@ class ExpertFiles:
     _num_taken: int = field(default=0, init=False)
     _save: Callable[[Scores], None] | None = field(default=None, init=False)
     _counted_elsewhere: frozenset[int] = field(default=frozenset(), init=False)
+    _is_probed: bool = field(default=False, init=False)
 
     def of_mtp_layer(self, num_layers: int) -> ExpertFiles:
         """Return the files of the first layer for multi-token prediction behind these of so many layers."""
@@ -150,6 +157,24 @@ class ExpertFiles:
         """
         self.store.open(top_k)
 
+    @contextmanager
+    def probed(self, *, is_on: bool = True) -> Iterator[None]:
+        """Steps inside compute with a few experts for all, which are read at once. For those of loading that compare
+        layers with each other, or whose results nobody wants. is_on: False inside of another one, for steps that need
+        every expert. Afterwards it is as before, and slots are empty.
+        """
+        if self.owner is not None:
+            with self.owner.probed(is_on=is_on):
+                yield
+            return
+        before, self._is_probed = self._is_probed, is_on
+        self.store.probe(is_on)
+        try:
+            yield
+        finally:
+            self._is_probed = before
+            self.store.probe(before)
+
     def add_table(self, parts: Sequence[RawTensor], pool: WorkerPool) -> RowStore:
         """Return what reads the rows of a table, whose parts are views of the model's mapped files, one behind the
         other, of one type and width. Raises WeightError for a file that is gone.
@@ -179,20 +204,8 @@ class ExpertFiles:
             scores = torch.from_numpy(found) if found is not None and found.shape == tuple(ours.shape) else ours * 0.0
             is_there = torch.from_numpy(counted_elsewhere.get(layer, np.zeros(len(ours), np.bool_)))
             known[layer] = torch.where(is_there, 0.0, scores + (_UNKNOWN if counted_elsewhere else 0.0))
-        if learned:
-            self._make_room(known)
         self.store.fill(known)
         self._save, self._counted_elsewhere = save, frozenset(counted_elsewhere)
-
-    def _make_room(self, scores: Mapping[int, torch.Tensor]) -> None:
-        """Empty the slots of what would have none by these scores: the steps of loading have filled them with what came
-        by."""
-        count = self.store.stats().num_slots
-        least = torch.cat(list(scores.values())).topk(count).values[-1]
-        for number, row in enumerate(scores.values()):
-            for expert in (row < least).nonzero().flatten().tolist():
-                if self.store.hold(number, expert) is not None:
-                    self.store.release(number, expert, is_kept=False)
 
     def take(self) -> tuple[StoredCounts, StoredCounts]:
         """Return what is new since the last call, of experts, each of which counts once a call, and of rows of tables.

@@ -109,6 +109,9 @@ _OPERATORS = (
         },
     ),
     _Operator("compressed.KCompressedAttention", "attention.compressed"),
+    _Operator("shared.KSharedCompressedAttention", "attention.shared"),
+    _Operator("engram.KEngram", "attention.engram"),
+    _Operator("lagged.KLaggedConnection", "layers.lagged"),
     _Operator("hyper.KHyperConnection", "layers.hyper"),
     _Operator("hyper.KGatedStreams", "layers.hyper"),
     _Operator(

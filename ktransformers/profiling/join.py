@@ -33,7 +33,7 @@ from ktransformers.profiling.messages import (
     TokensRecord,
 )
 from ktransformers.profiling.oplog import ExpertsCall, OpLog, StepOps, critical_ns
-from ktransformers.profiling.records import HOST, PARTS
+from ktransformers.profiling.records import HOST, PARTS, TOWER
 
 __all__ = ["Joiner", "Sink"]
 
@@ -176,6 +176,8 @@ class Joiner:
         layers = self._layers(found)
         self.num_layers = max(self.num_layers, layers)
         parts_ns, gpu_ns = _parts(found, step.sampling_ns)
+        if step.tower_ns:
+            parts_ns[TOWER] = step.tower_ns
         rest = wall_ns - sum(parts_ns.values())
         self.num_overlaps += rest < 0
         parts_ns[HOST] = max(rest, 0)
@@ -304,7 +306,7 @@ def _parts(found: StepOps, sampling_ns: int | None) -> tuple[dict[str, int], dic
 
 
 def _by_part(numbers: npt.NDArray[Any], values: npt.NDArray[Any]) -> dict[str, int]:
-    sums = np.bincount(np.minimum(numbers, len(PARTS) - 1), weights=values, minlength=len(PARTS))
+    sums = np.bincount(np.minimum(numbers, PARTS.index(HOST)), weights=values, minlength=len(PARTS))
     return {part: int(value) for part, value in zip(PARTS, sums, strict=True) if value}
 
 

@@ -42,7 +42,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sampled: (request, flattened row that its next token was sampled from).
     sampling_ns: all of sampling, which native records of sampling lie within; None: not looked at. stored, stored_rows:
     of experts in files and of rows of tables in files, see StepResult. has_failed: whether it came to nothing, because
-    experts could not be read.
+    experts could not be read. tower_ns: of making hidden states of pictures, as far as the step waited for it.
     """
 
     epoch: int
@@ -57,6 +57,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     stored: StoredCounts = NOTHING_STORED
     stored_rows: StoredCounts = NOTHING_STORED
     has_failed: bool = False
+    tower_ns: int = 0
 
 
 class GpuTimes(msgspec.Struct, frozen=True):

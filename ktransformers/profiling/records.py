@@ -22,19 +22,20 @@ __all__ = [
     "SCHEMA_VERSION",
     "STEP_BEGIN",
     "STEP_END",
+    "TOWER",
     "Kind",
 ]
 
 PARTS = (
     "other", "norm", "linear", "attention", "recurrent", "router", "experts", "shared_experts", "mlp", "embedding",
-    "lm_head", "sampling", "wait_cpu", "copy", "wait_disk", "gpu", "host",
+    "lm_head", "sampling", "wait_cpu", "copy", "wait_disk", "gpu", "host", "tower",
 )  # fmt: skip
 """What an OP's part means, by number. recurrent: convolutions, scans and gated norms of recurrent layers. wait_cpu: the
 GPU waits for the CPU's experts. copy: weights on their way to a GPU. wait_disk: the CPU waits for experts that are
 read from files. gpu: all that a GPU does in a step whose parts were not timed there. host: what is left of a step's
-wall time; no OP has it."""
+wall time. tower: hidden states of pictures are made, which native code does not know. No OP has host or tower."""
 
-HOST = PARTS[-1]
+HOST, TOWER = "host", "tower"
 
 
 class Kind(enum.IntEnum):

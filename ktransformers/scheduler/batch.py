@@ -39,13 +39,14 @@ class PlannedRow:
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
     """A planned step that is in flight. num_drafted: draft tokens in it. is_ahead: it was planned while another one
-    was in flight."""
+    was in flight. look_seconds: what looking for draft tokens took before it; 0: nobody did."""
 
     step_id: int
     rows: tuple[PlannedRow, ...]
     num_sampled: int
     num_drafted: int = 0
     is_ahead: bool = False
+    look_seconds: float = 0.0
 
     @property
     def seqs(self) -> dict[int, Sequence]:

@@ -101,6 +101,8 @@ class EngineTotals(msgspec.Struct):
     hot_upload_bytes: int = 0
     stored: StoredCounts = NOTHING_STORED  # of experts in files that steps used, each once a call
     stored_rows: StoredCounts = NOTHING_STORED  # of rows of tables in files
+    num_tower_pictures: int = 0  # that the tower computed
+    tower_seconds: float = 0.0  # that it took for them
 
 
 class EngineLoss(msgspec.Struct, frozen=True):

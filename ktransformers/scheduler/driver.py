@@ -207,6 +207,8 @@ class SchedulerDriver:
         totals.num_hot_hits += hits
         totals.num_hot_uploads += uploads
         totals.hot_upload_bytes += upload_bytes
+        totals.num_tower_pictures += result.tower[0]
+        totals.tower_seconds += result.tower[1]
         totals.stored = sum_stored([totals.stored, result.stored])
         totals.stored_rows = sum_stored([totals.stored_rows, result.stored_rows])
 

@@ -201,6 +201,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     each call, added up; of this step. expert_counts: the rows of each expert, see `counts_in`. hot: what is new of
     experts in slots of GPUs: those that decode steps used, those of them that had a slot, uploads, bytes of these.
     stored: what is new of experts in files, each of which counts once a call; stored_rows: of rows of tables in files.
+    tower: pictures that the tower computed for the step, and the seconds that it took, which may be those of another
+    step.
     failed: (run, why) of rows whose pictures or experts cannot be had: what was computed of them is of no use. tiers:
     None without any. recovering: True of no step: the engine has lost its cache and all steps that it was sent, and
     computes none until the same comes with False.
@@ -217,6 +219,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     hot: tuple[int, int, int, int] = (0, 0, 0, 0)
     stored: StoredCounts = NOTHING_STORED
     stored_rows: StoredCounts = NOTHING_STORED
+    tower: tuple[int, float] = (0, 0.0)
     failed: Sequence[tuple[int, str]] = ()
     tiers: TierResult | None = None
     recovering: bool | None = None

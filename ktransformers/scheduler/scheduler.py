@@ -286,8 +286,8 @@ class Scheduler:
 
     def _plan(self, batch: Batch) -> StepPlan:
         """The step of these rows; of none, for what tiers have to copy."""
-        rows = tuple(batch)
-        step = PlannedStep(self._next_step, rows, batch.num_sampled, batch.num_drafted, bool(self._in_flight))
+        rows, looked = tuple(batch), self._drafts.take_look_seconds()
+        step = PlannedStep(self._next_step, rows, batch.num_sampled, batch.num_drafted, bool(self._in_flight), looked)
         if self._throttle is not None:
             self._throttle.planned(step.num_decodes, step.num_rows - step.num_decodes)
         ended, self._ended = self._ended, []

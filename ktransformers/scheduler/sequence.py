@@ -21,31 +21,23 @@ __all__ = ["Drafter", "RunningState", "Sequence"]
 
 
 class Drafter(Protocol):
-    """Proposes the next tokens of one sequence, see scheduler/drafting."""
+    """Proposes the next tokens of one sequence from its text, see scheduler/drafting."""
 
     def __len__(self) -> int:
         """Return how many tokens of the sequence it has seen."""
         ...
 
-    def add(self, token_id: int) -> bool | None:
-        """Take the sequence's next token. Returns whether it was as drafted; None when there was no draft."""
-        ...
-
     def extend(self, token_ids: Seq[int]) -> None:
-        """Take one token or more: whether the first was as drafted counts, the others count as never drafted."""
+        """Take the sequence's next tokens, one or more, and learn whether they were as drafted."""
         ...
 
-    def chances(self, most: int) -> list[float]:
+    def chances(self, most: int) -> tuple[float, ...]:
         """Return the chances that its first 1, 2, ... draft tokens, up to `most`, are all right; empty: it has none."""
         ...
 
-    def later(self, most: int) -> tuple[float, list[float]]:
+    def later(self, most: int) -> tuple[float, tuple[float, ...]]:
         """Return the chance that there are draft tokens behind the next token, which is not known yet, and their
         chances then; none: it is not worth waiting for."""
-        ...
-
-    def copies(self, most: int) -> bool:
-        """Whether the first `most` draft tokens, those of `chances`, come from `draft`, and not from the engine."""
         ...
 
     def draft(self, most: int) -> list[int]:
@@ -107,8 +99,8 @@ class Sequence:
 
     rank: served in ascending order, preempted in descending order. limit_len: the most tokens of prompt and answer
     together. These, the id and prompt_len are asked for in every step and never change.
-    drafter: what drafts its next tokens, once that was asked for any; it has seen the tokens up to then. num_looks: how
-    often it is still asked, and then every `rest` steps, next in step wakes_at; see drafting/looks.py.
+    drafter: what drafts its next tokens from the text, once that was looked at; it has seen the tokens up to then.
+    streak: draft tokens of the engine that were right since the last wrong one.
     num_drafted, num_accepted: draft tokens that were run, and those of them that are the answer's.
     """
 
@@ -120,9 +112,7 @@ class Sequence:
     cached_len: int | None = None  # None until first admitted
     run: RunningState | None = None
     drafter: Drafter | None = None
-    num_looks: float = 1.0
-    rest: int = 0
-    wakes_at: int = 0
+    streak: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
     stretches: Seq[tuple[int, int]] = ()  # of the prompt, (first, last + 1), that one step has to compute

@@ -47,6 +47,7 @@ from ktransformers.errors import (
 from ktransformers.server.http.api_paths import nearest_path
 from ktransformers.server.http.fields import noted_names
 from ktransformers.server.telemetry.request_log import note_reason, request_id_of, without_quotes
+from ktransformers.server.validation import Place, first_invalid
 
 __all__ = [
     "ERROR_SHAPES",
@@ -173,14 +174,10 @@ async def refuse(
     await error_response(error, closes, scope["path"])(scope, receive, send)
 
 
-def _is_tag(part: int | str) -> bool:
-    return isinstance(part, str) and part.startswith("<")
-
-
-def _path(location: tuple[int | str, ...]) -> str | None:
-    """`messages[0].content` for pydantic's ("body", "messages", 0, "content"). Tags of unions are written <tag>."""
+def _path(place: Place) -> str | None:
+    """`messages[0].content` for ("messages", 0, "content")."""
     text = ""
-    for part in (part for part in location if part != "body" and not _is_tag(part)):
+    for part in place:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text or None
 
@@ -188,10 +185,9 @@ def _path(location: tuple[int | str, ...]) -> str | None:
 _FIELD = re.compile(r"\w{1,40}", re.ASCII)
 
 
-def _log_path(location: tuple[int | str, ...]) -> str:
+def _log_path(place: Place) -> str:
     """The same for the log: a client's own keys are shown when they look like names of fields."""
-    named = (part for part in location if not _is_tag(part))
-    return _path(tuple(p if isinstance(p, int) or _FIELD.fullmatch(p) else "?" for p in named)) or "the body"
+    return _path(tuple(p if isinstance(p, int) or _FIELD.fullmatch(p) else "?" for p in place)) or "the body"
 
 
 def _in_words_of(said: Mapping[str, str], place: str | None, message: str) -> str:
@@ -206,22 +202,23 @@ def _in_words_of(said: Mapping[str, str], place: str | None, message: str) -> st
 
 
 def _validation_response(error: RequestValidationError, scope: Scope) -> ApiResponse:
-    first, path = error.errors()[0], scope["path"]
-    if first["type"] == "json_invalid":
-        reason = first.get("ctx", {}).get("error", "")
+    path, errors = scope["path"], error.errors()
+    if errors[0]["type"] == "json_invalid":
+        reason = errors[0].get("ctx", {}).get("error", "")
         note_reason(scope, f"the body is not valid JSON: {without_quotes(reason)}")
         message = f"the body is not valid JSON: {reason}"
         return ApiResponse(_body(path, 400, message, "invalid_request_error", None, None), 400)
-    own, said = _path(first["loc"]), noted_names(scope)
+    fault, said = first_invalid(errors, error.body), noted_names(scope)
+    own = _path(fault.place)
     param = said.get(own or "", own)
-    message = _in_words_of(said, own, str(first["msg"]).removeprefix("Value error, "))
-    if isinstance(first.get("input"), bytes):  # FastAPI decodes bodies of JSON's content types only
+    message = _in_words_of(said, own, fault.message)
+    if isinstance(fault.value, bytes):  # FastAPI decodes bodies of JSON's content types only
         message = "send the body as JSON, with Content-Type: application/json"
-    if first["type"] == "extra_forbidden":
+    if fault.kind == "extra_forbidden":
         message = "this server does not support the field"
     # Pydantic quotes what it expects; our own validators quote what came.
     note_reason(
-        scope, f"{_log_path(first['loc'])}: {without_quotes(message) if first['type'] == 'value_error' else message}"
+        scope, f"{_log_path(fault.place)}: {without_quotes(message) if fault.kind == 'value_error' else message}"
     )
     shown = f"{param}: {message}" if param else message
     return ApiResponse(_body(path, 400, shown, "invalid_request_error", param, None), 400)
@@ -244,10 +241,21 @@ async def _on_invalid_body(request: Request, error: Exception) -> Response:
     return _validation_response(error, request.scope)
 
 
+def _unread(error: HTTPException) -> HTTPException:
+    """The error of a body that is no JSON for a reason that FastAPI keeps to itself; any other error as it is."""
+    cause = error.__cause__
+    if isinstance(cause, UnicodeDecodeError):
+        return HTTPException(400, "the body is not valid JSON: send it as UTF-8")
+    if isinstance(cause, ValueError):  # Python reads numbers up to a length
+        return HTTPException(400, "the body is not valid JSON: a whole number in it has too many digits")
+    return error
+
+
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if isinstance(error.__cause__, KTransformersError):  # raised where FastAPI lets no other exception through
         return await _on_known_error(request, error.__cause__)
+    error = _unread(error)
     note_reason(request.scope, without_quotes(str(error.detail)))
     path = request.scope["path"]
     meant = _meant(request, path) if error.status_code == 404 and error.detail == _NO_ROUTE else None

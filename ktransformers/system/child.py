@@ -18,7 +18,7 @@ import signal
 import struct
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import IO, TypeVar
@@ -31,6 +31,7 @@ __all__ = [
     "PARENTS_SIGNALS",
     "become",
     "end_with_pipe",
+    "ending_with_parent",
     "follow_parent",
     "framed",
     "frames_of",
@@ -109,6 +110,20 @@ def spawn_code(module: str, argument: str = "") -> list[str]:
     """
     code = f"import sys; sys.path[:] = sys.argv[1:]; from {module} import main; sys.exit(main({argument}))"
     return [sys.executable, "-P", "-c", code, *sys.path]
+
+
+def ending_with_parent(command: Sequence[str]) -> list[str]:
+    """Return a command that runs `command` and gets SIGTERM when the process that starts it ends, killed or not.
+
+    For programs that know nothing of their parent. On Linux; elsewhere it is `command` itself.
+    """
+    if sys.platform != "linux":
+        return list(command)
+    code = (
+        f"import ctypes, os, sys; ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(signal.SIGTERM)}); "
+        f"os.getppid() == {os.getpid()} and os.execvp(sys.argv[1], sys.argv[1:])"
+    )
+    return [sys.executable, "-I", "-S", "-c", code, *command]
 
 
 def become(name: str) -> None:

@@ -32,12 +32,16 @@ def check_given_path(flag: str, path: Path) -> None:
 
 
 def _check_entries(flag: str, folder: Path) -> None:
-    """Raises ConfigError where something stands in a model's folder under a file's name, and is a pipe or a device."""
+    """Raises ConfigError where something stands in a model's folder under a file's name, and is a pipe, a device or a
+    link to nothing, as of a hub's cache that was copied in part."""
     try:
         names = [name for name in os.listdir(folder) if name.endswith(_MODEL_SUFFIXES)]
     except OSError:  # which the check of the folder itself reports
         return
     for name in sorted(names):
-        kind = file_kind(folder / name)
+        path = folder / name
+        if path.is_symlink() and not path.exists():
+            raise ConfigError(f"--{flag} {folder}: {name} is a link to {os.readlink(path)}, which does not exist")
+        kind = file_kind(path)
         if kind is not None and kind != "it is a folder":
             raise ConfigError(f"--{flag} {folder}: {name} cannot be read: {kind}, not a file")

@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from ktransformers.errors import ConfigError, UnsupportedError
-from ktransformers.media.picture import PictureReader, ReadPicture, with_media_ids
+from ktransformers.media.picture import PictureReader, ReadPicture, texts_of, with_media_ids
 from ktransformers.media.records import is_media_id
 from ktransformers.tokenizer.answer_parser import AnswerParser, parser_of
 from ktransformers.tokenizer.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, token_bytes_of
@@ -408,7 +408,7 @@ class Tokenizer:
                 return self.turns.rendered(asked)
             if self._pictures is None:
                 raise UnsupportedError("this model reads text only, and the conversation holds pictures")
-            texts = PictureTexts(self._pictures.placeholder, [one.text for one in pictures])
+            texts = PictureTexts(self._pictures.placeholder, texts_of(pictures))
             return with_pictures(self.turns.rendered, self.turns.prober, asked, texts)
         except RecursionError as error:
             raise ConfigError(

@@ -23,7 +23,7 @@ from ktransformers.engine.drafting.drafter import DraftOutput, LogitsRequest, Pi
 from ktransformers.engine.drafting.mtp import MtpForward
 from ktransformers.kernels.cpu import limits
 from ktransformers.models.synthetic_shapes import PublishedShape, small_config
-from ktransformers.scheduler.drafting.row_costs import RowCosts
+from tests.support.engines import drafter_steps
 from tests.support.models.demo import DEMO_CHECKPOINT
 from tests.support.servers.fake_speed_server import FakeServerProcess, http_server
 
@@ -58,9 +58,8 @@ def run(capsys: pytest.CaptureFixture[str], name: str, *args: str, code: int = 0
 
 @pytest.fixture
 def equal_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps count as taking the same whatever their rows, so that most drafts are run, however busy the machine is."""
-    add = RowCosts.add
-    monkeypatch.setattr(RowCosts, "add", lambda costs, rows, seconds, **kinds: add(costs, rows, 1.0, **kinds))
+    """See there: most drafts are run."""
+    drafter_steps.equal_steps(monkeypatch)
 
 
 @pytest.mark.usefixtures("equal_steps")

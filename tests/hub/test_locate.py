@@ -15,6 +15,7 @@ from ktransformers.hub.locate import LocatedModel, locate_model, locate_path, ti
 from ktransformers.hub.names import parse_name
 from ktransformers.hub.remote import list_repository
 from ktransformers.hub.variants import find_variants, select
+from ktransformers.system.given_paths import check_given_path
 from ktransformers.weights.stored_experts.places import place_beside
 from tests.support.servers.hub_server import HubServer, Repo
 
@@ -101,6 +102,17 @@ def test_a_mistyped_path_gets_the_nearest_name(hub: HubServer, tmp_path: Path, m
         locate_path("models/qwen-Q4_K_M")
     with pytest.raises(ConfigError, match=r"^nowhere/x.gguf does not exist \(nor does the folder nowhere\)$"):
         locate_path("nowhere/x.gguf")
+
+
+def test_no_path_and_links_to_nothing_are_said(tmp_path: Path) -> None:
+    link = tmp_path / "model.gguf"
+    link.symlink_to("blobs/1234")
+    with pytest.raises(ConfigError, match=r"model\.gguf is a link to blobs/1234, which does not exist$"):
+        locate_path(link)
+    with pytest.raises(ConfigError, match=rf"^--gguf_path {tmp_path}: model\.gguf is a link to blobs/1234, which does"):
+        check_given_path("gguf_path", tmp_path)
+    with pytest.raises(ConfigError, match=r"^--draft_model is empty: name a model"):
+        locate_path("", "--draft_model")
 
 
 def test_a_path_that_the_system_refuses_is_one_line() -> None:

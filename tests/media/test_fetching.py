@@ -216,13 +216,17 @@ def test_none_without_names() -> None:
         ("DATA:;BASE64,AAEC", b"\0\1\2"),
         ("data:image/png;base64,AA\nEC", b"\0\1\2"),
         ("data:,a%20b", b"a b"),
+        ("data:image/png;base64,%2B%2f%2B%2F", b"\xfb\xff\xbf"),
+        ("data:image/png;base64,-_-_", b"\xfb\xff\xbf"),
+        ("data:image/png;base64,AAE%3D", b"\0\1"),
+        ("data:image/png;base64,AAE", b"\0\1"),
     ],
 )
 def test_data_urls(url: str, data: bytes) -> None:
     assert fetch(url) == data
 
 
-@pytest.mark.parametrize("url", ["data:image/png;base64", "data:;base64,A", "data:;base64,AA*C"])
+@pytest.mark.parametrize("url", ["data:image/png;base64", "data:;base64,A", "data:;base64,AA*C", "data:;base64,AAE=="])
 def test_data_urls_that_are_none(url: str) -> None:
     with pytest.raises(ConfigError, match="data URL"):
         fetch(url)

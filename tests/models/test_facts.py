@@ -34,6 +34,7 @@ from tests.support.models.pooled_models import POOLED_TYPES
 from tests.support.models.recurrent_models import RECURRENT_TYPES
 from tests.support.models.recurrent_shapes import RECURRENT, recurrent_config
 from tests.support.models.tiny_models import MODEL_TYPES, UNROTATED_TYPES, WINDOWED_TYPES, tiny_config
+from tests.support.oracles.deepseek_v41 import MODEL_TYPE as WITH_AN_ORACLE
 
 # Shapes that the config says by layer, or not at all: their caches are of the sizes of their modules. LongCat counts
 # attentions as layers, of which a module of its list has two. Recurrent layers have tests of their own below.
@@ -47,7 +48,7 @@ OF_THEIR_OWN = {
     "longcat_flash",
     "mimo_v2_flash",
 }
-_ELSEWHERE = {*RECURRENT_TYPES, *POOLED_TYPES}
+_ELSEWHERE = {*RECURRENT_TYPES, *POOLED_TYPES, WITH_AN_ORACLE}
 FAMILIES = sorted({*MODEL_TYPES, *WINDOWED_TYPES, *UNROTATED_TYPES, *TESTED_TYPES} - OF_THEIR_OWN - _ELSEWHERE)
 FULL, SLIDING, LATENT = LayerKind.FULL, LayerKind.SLIDING, LayerKind.LATENT
 

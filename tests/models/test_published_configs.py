@@ -21,7 +21,6 @@ from tests.support.models.composites import tiny_composite
 CODE = {"AutoConfig": "configuration_x.XConfig", "AutoModelForCausalLM": "modeling_x.XForCausalLM"}
 K3_TEXT = {"model_type": "kimi_linear", "hidden_act": "situ", "attn_res_block_size": 12}
 REFUSED: list[tuple[dict[str, object], str]] = [
-    ({"model_type": "deepseek_v41", "text_config": {"compress_ratios": [0, 2]}}, r"'deepseek_v41' .*Engram"),
     ({"model_type": "kimi_k3", "auto_map": CODE, "text_config": K3_TEXT}, r"'kimi_k3' .*residuals across blocks"),
     ({"model_type": "xing4_0", "auto_map": CODE}, r"'xing4_0' .* between hyper-connections"),
     ({"model_type": "telechat4", "auto_map": CODE}, r"'telechat4' .* between hyper-connections"),

@@ -12,7 +12,7 @@ from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams, TokenEvent
 from ktransformers.profiling.tables import load
 from ktransformers.profiling.trace import write_trace
-from ktransformers.scheduler.drafting.looks import Looks
+from ktransformers.scheduler.drafting.account import Account
 from ktransformers.scheduler.drafting.row_costs import RowCosts
 from ktransformers.server.backend.base import GenerationRequest
 from ktransformers.server.backend.interfaces.ktransformers import KTransformersInterface
@@ -30,7 +30,7 @@ def rows_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RowCosts, "seconds", lambda self, rows, more=0: 1.0)
     monkeypatch.setattr(RowCosts, "is_stale", lambda self, rows: False)
     monkeypatch.setattr(RowCosts, "losses", lambda self, rows: [0.0] * (1 + self._most - rows))
-    monkeypatch.setattr(Looks, "take", lambda self, *looked: None)  # nobody rests, however short a step is
+    monkeypatch.setattr(Account, "is_awake", lambda self, now: True)
 
 
 def answers(folder: Path, speculative: str, *asked: GenerationRequest) -> list[list[TokenEvent]]:

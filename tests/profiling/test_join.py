@@ -76,6 +76,15 @@ def test_a_step_and_its_tokens() -> None:
     assert made.of("steps")[1]["parts_us"] == {"norm": 1.0, "host": 299.0}
 
 
+def test_time_of_the_tower_is_not_the_hosts() -> None:
+    made = Lines()
+    made.joiner.take(NativeRecords(0, step_begin(BEGAN, 1) + step_end(BEGAN + 290_000, 1)), 0.0)
+    made.joiner.take(step(1, 0, 300_000, sampling_ns=30_000, tower_ns=120_000), 0.0)
+    made.joiner.finish()
+    (line,) = made.of("steps")
+    assert line["parts_us"] == {"sampling": 30.0, "tower": 120.0, "host": 150.0}
+
+
 def test_tokens_whose_step_died_with_its_engine_have_their_line_all_the_same() -> None:
     made = Lines()
     made.joiner.take(tokens(1, ("a", 0, 5, 9), at=1000), 10.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -83,3 +84,19 @@ def test_a_process_ends_with_its_pipe_or_where_its_parent_is_gone_already(is_par
         assert child.stdout.readline() == (b"up\n" if is_parent else b"")
         child.stdin.close()
         assert child.wait(60) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
+def test_a_program_ends_with_a_parent_that_is_killed() -> None:
+    code = (
+        "import subprocess, sys; from ktransformers.system.child import ending_with_parent\n"
+        "made = subprocess.Popen(ending_with_parent(['sleep', '600'])); print(made.pid, flush=True); sys.stdin.read()"
+    )
+    pipes: dict[str, int] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as parent:  # type: ignore[call-overload]
+        watched = os.pidfd_open(int(parent.stdout.readline()))
+        parent.kill()
+    try:
+        assert select.select([watched], [], [], 60)[0]
+    finally:
+        os.close(watched)

@@ -28,6 +28,14 @@ REFUSES = "{% if tools %}{{ raise_exception('no tools here') }}{% endif %}" + ZE
 LOOKS_AWAY = "{% if tools %}{% set n = tools | length %}{% endif %}" + ZEPHYR
 
 
+WANTS_LIST = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}" + ZEPHYR
+WANTS_FIELDS = (
+    "{% for tool in tools or [] %}// {{ tool.function.description + ' ' + tool.function.name }}("
+    "{% for name, one in tool.function.parameters.properties.items() %}{{ one.description + name }}: "
+    "{{ one.type + ', ' }}{% endfor %}){% endfor %}"
+) + ZEPHYR
+
+
 def without_tools(family: str) -> str:
     source = template_of(FAMILIES[family], "chatml")
     begin = source.index(WRITES_TOOLS)
@@ -123,7 +131,7 @@ def test_deepseeks_own_form_is_used(tokenizers: dict[str, Tokenizer], caplog: py
     assert "<｜tool▁sep｜>look_up_00\n```json\n" in text
     assert text.startswith("text 00.\n\n# Functions\n")
     assert [record.getMessage() for record in caplog.records if "(tools)" in record.getMessage()] == [
-        "the chat template: it writes no tools: a system turn describes them, and how to call them (tools)"
+        "the chat template: it does not write these tools: a system turn describes them, and how to call them (tools)"
     ]
     assert tokenizers["zephyr"].tool_format == "json"
 
@@ -153,3 +161,32 @@ def test_none_is_a_format() -> None:
     assert not tokenizer.has_tool_calls
     with pytest.raises(ConfigError, match="auto, none, harmony"):
         tokenizer.use_tool_format("nope")
+
+
+@pytest.mark.parametrize(
+    ("function", "shown"),
+    [
+        ({"name": "bake"}, "//  bake()"),
+        ({"name": "bake", "description": None, "parameters": {}}, "//  bake()"),
+        ({"name": "bake", "parameters": {"properties": {"q": {"type": "string"}}}}, "//  bake(q: string, )"),
+        ({"name": "bake", "parameters": {"properties": {"q": {"anyOf": [{"type": "string"}]}}}}, None),
+        ({"name": "bake", "parameters": {"properties": {"q": True}}}, None),
+    ],
+)
+def test_tools_that_a_template_refuses_are_written_all_the_same(function: dict[str, Any], shown: str | None) -> None:
+    """With empty fields where these were missing, else in words."""
+    tokenizer, changes = byte_tokenizer(WANTS_FIELDS), list[str]()
+    tools = [{"type": "function", "function": function}]
+    ids = tokenizer.apply_chat_template(conversation("SU"), tools, note_changes=changes.extend)
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    assert changes == ([] if shown else ["tools"])
+    assert text.startswith(shown) if shown else json.dumps(function) in text
+    assert tokenizer.render_chat_template(conversation("SU"), TOOLS).startswith("// Über look_up_00. look_up_00(")
+
+
+def test_a_template_for_tools_alone_takes_conversations_without() -> None:
+    assert byte_tokenizer(WANTS_LIST).render_chat_template(conversation("UAU")) == byte_tokenizer(
+        ZEPHYR
+    ).render_chat_template(conversation("UAU"))
+    with pytest.raises(ConfigError, match="no tools here"):
+        byte_tokenizer("{{ raise_exception('no tools here') }}").render_chat_template(conversation("U"))

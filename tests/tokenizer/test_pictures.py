@@ -109,6 +109,18 @@ def test_ids_are_those_of_transformers(name: str, opened: Any) -> None:
     assert all(one.end <= other.start for one, other in pairwise(items))
 
 
+def test_what_only_the_last_picture_of_a_prompt_has(opened: Any) -> None:
+    """PaliGemma's <bos>, which stands behind all pictures."""
+    tokenizer, reader, folder = opened("paligemma")
+    messages = [{"role": "user", "content": [IMAGE, IMAGE, text("Which is larger?")]}]
+    pictures = [reader.read(data) for data in SENT[:2]]
+    assert [one.closing for one in pictures] == ["<bos>"] * 2
+    ids = tokenizer.apply_chat_template(messages, pictures=pictures)
+    assert as_tokens(tokenizer, reader, ids, pictures) == reference_ids(folder, messages, SENT[:2])
+    assert tokenizer.decode([one for one in ids if one < 1 << 30], skip_special_tokens=False).count("<bos>") == 1
+    assert not any(opened(name)[1].read(SENT[0]).closing for name in ("qwen3_vl", "gemma3", "idefics3"))
+
+
 def rendered(tokenizer: Tokenizer, reader: LocalReader, messages: list[dict[str, Any]], count: int) -> str:
     """The prompt as text, each picture as [picture]."""
     picture = reader.read(SENT[0])

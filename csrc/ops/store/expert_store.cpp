@@ -9,10 +9,6 @@
 namespace kt {
 namespace {
 
-// A record that comes takes the place of one in a call of many rows if it is worth so many times as much, and so many
-// picks of this very step more.
-constexpr double kMargin = 4, kHeadStart = 2;
-
 constexpr int64_t kWaveBytes = int64_t{32} << 20;  // that are read while others are computed
 constexpr int64_t kLeastWave = 4, kMostWave = 16;  // records
 constexpr int64_t kGuestShare = 8;                 // of a pool's records at most one in so many has a guest's slot
@@ -73,9 +69,28 @@ int64_t ExpertStore::add_layer(std::vector<RecordPart> parts, int64_t record_nby
   layer.record_nbytes = record_nbytes;
   layer.num_experts = static_cast<int64_t>(extents.size());
   layer.first_record = num_records_;
+  find_probed(layer);
   num_records_ += layer.num_experts;
   layers_.push_back(std::move(layer));
   return static_cast<int64_t>(layers_.size()) - 1;
+}
+
+void ExpertStore::find_probed(Layer& layer) const {
+  const auto is_alike = [&](const Layer& other) {
+    const auto is_same = [](const RecordPart& a, const RecordPart& b) {
+      return a.view.type == b.view.type && a.view.rows == b.view.rows && a.view.cols == b.view.cols &&
+             a.view.tile_bytes == b.view.tile_bytes && a.view.wants_bf16 == b.view.wants_bf16 && a.offset == b.offset;
+    };
+    return other.record_nbytes == layer.record_nbytes && other.num_experts == layer.num_experts &&
+           std::equal(other.parts.begin(), other.parts.end(), layer.parts.begin(), layer.parts.end(), is_same);
+  };
+  const auto found = std::find_if(layers_.begin(), layers_.end(), is_alike);
+  layer.first_probed = found == layers_.end() ? layer.first_record : found->first_record;
+  layer.num_probed = std::min(kProbed, layer.num_experts);
+}
+
+int64_t ExpertStore::record_of(const Layer& layer, int64_t expert) const {
+  return is_probed_ ? layer.first_probed + expert % layer.num_probed : layer.first_record + expert;
 }
 
 void ExpertStore::make_pools(int64_t budget_nbytes, int64_t top_k) {
@@ -214,7 +229,11 @@ void ExpertStore::begin_read(int32_t at, int64_t record) {
   slot.state = State::Reading;
   slot_of_[static_cast<size_t>(record)] = at;
   const size_t first = static_cast<size_t>(record - layer.first_record) * layer.per_expert;
-  reader_->enqueue(at, {&layer.parts, &layer.pieces, &layer.extents[first], slot.data});
+  const ReadRequest request{&layer.parts, &layer.pieces, &layer.extents[first], slot.data};
+  if (slot.is_filled)
+    reader_->enqueue_behind(at, request);
+  else
+    reader_->enqueue(at, request);
 }
 
 // The slot, whose read failed, is empty from now on.
@@ -277,6 +296,20 @@ void ExpertStore::fill(const std::vector<double>& scores, bool wait) {
   shared_->changed.wait(lock, [&] { return is_closed_ || (fill_at_ == fill_order_.size() && num_filling_ == 0); });
 }
 
+void ExpertStore::probe(bool is_on) {
+  check_owner();
+  std::unique_lock<std::mutex> lock(shared_->mutex);
+  shared_->changed.wait(lock, [&] { return num_visits_ == 0; });
+  check_open();
+  for (size_t at = 0; is_probed_ && !is_on && at < slots_.size(); ++at) {
+    const Slot& slot = slots_[at];
+    if (slot.state != State::Ready || slot.pins > 0) continue;
+    slot_of_[static_cast<size_t>(slot.record)] = -1;
+    clear(static_cast<int32_t>(at));
+  }
+  is_probed_ = is_on;
+}
+
 // By a thread of the reader that has nothing else to do.
 bool ExpertStore::fill_next() {
   const std::lock_guard<std::mutex> lock(shared_->mutex);
@@ -321,166 +354,6 @@ std::vector<std::pair<int64_t, int64_t>> ExpertStore::held() {
     found.emplace_back(&layer - layers_.data(), slot.record - layer.first_record);
   }
   return found;
-}
-
-Visit::Visit(ExpertStore& store, int64_t layer, Span<Visited> experts, int64_t num_pairs, bool is_more)
-    : store_(store),
-      layer_(store.layers_.at(static_cast<size_t>(layer))),
-      experts_(experts),
-      is_stream_(num_pairs >= layer_.num_experts),
-      num_left_(experts.count) {
-  if (store.is_forked())
-    throw std::runtime_error(
-        "this ExpertStore was made before fork() and has no threads here: make a new one in the child");
-  const std::lock_guard<std::mutex> lock(store.shared_->mutex);
-  store.check_open();
-  pool_ = &store.pools_[layer_.pool];
-  if (!is_more && layer <= store.last_layer_) store.scores_->begin_step();
-  store.last_layer_ = layer;
-  for (Visited& one : experts) {
-    const int64_t record = layer_.first_record + one.expert;
-    if (!is_more) store.scores_->pick(record);
-    one.slot = store.slot_of_[static_cast<size_t>(record)];
-    ++num_lacking_;
-    if (one.slot >= 0) {
-      ExpertStore::Slot& slot = store.slots_[static_cast<size_t>(one.slot)];
-      ++slot.pins;
-      ++num_held_;
-      --num_lacking_;
-      one.was_there = slot.state == State::Ready;
-      if (!is_stream_) store.set_guest(*pool_, slot, false);
-    }
-    ++(one.was_there ? store.stats_.hits : store.stats_.misses);
-  }
-  ++store.num_visits_;
-  acquire(true);
-}
-
-Visit::~Visit() {
-  const std::lock_guard<std::mutex> lock(store_.shared_->mutex);
-  for (const Visited& one : experts_)
-    if (one.slot >= 0 && !one.is_done) store_.unpin(one.slot);
-  --store_.num_visits_;
-  store_.shared_->changed.notify_all();
-}
-
-// Has what lacks a slot read, as far as there are slots.
-void Visit::acquire(bool is_first) {
-  for (Visited& one : experts_) {  // others may have asked for it since
-    if (num_lacking_ == 0) return;
-    const int32_t there = store_.slot_of_[static_cast<size_t>(layer_.first_record + one.expert)];
-    if (is_first || one.slot >= 0 || there < 0) continue;
-    one.slot = there;
-    ++store_.slots_[static_cast<size_t>(there)].pins;
-    --num_lacking_;
-    ++num_held_;
-  }
-  if (num_lacking_ == 0) return;
-  ExpertStore::Victims &found = store_.found_, &guests = store_.guests_;
-  found.clear();
-  guests.clear();
-  if (!is_stream_) {
-    store_.find_victims(*pool_, num_lacking_, ExpertStore::Among::All, found);
-  } else {
-    // Later it has guests' slots to read to, unless others took them.
-    if (is_first || num_held_ == 0) store_.find_victims(*pool_, num_lacking_, ExpertStore::Among::Regulars, found);
-    store_.find_victims(*pool_, std::min(num_lacking_, pool_->max_guests), ExpertStore::Among::Guests, guests);
-  }
-  size_t next = 0, next_guest = 0;
-  bool is_any = false;
-  const double head_start = kHeadStart * store_.scores_->pick_worth();
-  for (Visited& one : experts_) {
-    if (one.slot >= 0) continue;
-    const int64_t record = layer_.first_record + one.expert;
-    const bool has_victim = next < found.size();
-    const bool is_worth =
-        has_victim && (!is_stream_ || store_.scores_->worth(record) > kMargin * found[next].first + head_start);
-    const bool is_guest = has_victim && !is_worth && pool_->num_guests < pool_->max_guests;
-    if (!pool_->empty.empty()) {
-      one.slot = store_.take_empty(*pool_);
-    } else if (is_worth || is_guest) {
-      one.slot = store_.take_from(*pool_, found[next++].second);
-      store_.set_guest(*pool_, store_.slots_[static_cast<size_t>(one.slot)], is_guest);
-    } else if (next_guest < guests.size()) {
-      one.slot = store_.take_from(*pool_, guests[next_guest++].second);
-      store_.set_guest(*pool_, store_.slots_[static_cast<size_t>(one.slot)], true);
-    } else {
-      break;
-    }
-    store_.slots_[static_cast<size_t>(one.slot)].pins = 1;
-    store_.begin_read(one.slot, record);
-    one.is_own = true;
-    --num_lacking_;
-    ++num_held_;
-    is_any = true;
-  }
-  if (is_any) store_.reader_->wake();
-}
-
-bool Visit::is_ready(const Visited& one) const {
-  return one.slot >= 0 && !one.is_done && store_.slots_[static_cast<size_t>(one.slot)].state == State::Ready;
-}
-
-// Throws for a read of this call that failed. One that others asked for may have failed before this call began: what it
-// was to bring is read again.
-void Visit::check() {
-  store_.check_open();
-  if (store_.errors_.empty()) return;
-  for (Visited& one : experts_) {
-    if (one.slot < 0 || one.is_done) continue;
-    const auto found = store_.errors_.find(one.slot);
-    if (found == store_.errors_.end()) continue;
-    if (one.is_own) throw ReadError(found->second);
-    store_.unpin(one.slot);
-    one.slot = -1;
-    --num_held_;
-    ++num_lacking_;
-  }
-  acquire(false);
-}
-
-void Visit::take(Span<int32_t>& chosen) {
-  const std::lock_guard<std::mutex> lock(store_.shared_->mutex);
-  check();
-  // Where some lack a slot, reading goes on while a part of the others is computed: those first that were read for it.
-  const int64_t some = std::max<int64_t>(1, (is_stream_ ? pool_->max_guests : num_held_) / 2),
-                limit = num_lacking_ > 0 ? some : num_left_;
-  chosen.count = 0;
-  for (const bool was_there : {false, true})
-    for (int64_t i = 0; i < experts_.count && chosen.count < limit; ++i)
-      if (experts_[i].was_there == was_there && is_ready(experts_[i]))
-        chosen.data[chosen.count++] = static_cast<int32_t>(i);
-}
-
-void Visit::wait() {
-  const int64_t began = steady_ns();
-  std::unique_lock<std::mutex> lock(store_.shared_->mutex);
-  const auto is_any_ready = [&] {
-    return std::any_of(experts_.begin(), experts_.end(), [&](const Visited& one) { return is_ready(one); });
-  };
-  for (;;) {
-    check();
-    if (num_held_ == 0) acquire(false);  // all slots were others'
-    if (is_any_ready()) break;
-    store_.shared_->changed.wait(lock);
-  }
-  store_.stats_.waited_ns += steady_ns() - began;
-}
-
-void Visit::finish(Span<int32_t> chosen) {
-  const std::lock_guard<std::mutex> lock(store_.shared_->mutex);
-  for (int32_t place : chosen) {
-    experts_[place].is_done = true;
-    store_.unpin(experts_[place].slot);
-  }
-  num_held_ -= chosen.count;
-  num_left_ -= chosen.count;
-  acquire(false);
-  store_.shared_->changed.notify_all();
-}
-
-const uint8_t* Visit::record(int64_t place) const {
-  return store_.slots_[static_cast<size_t>(experts_[place].slot)].data;
 }
 
 }  // namespace kt

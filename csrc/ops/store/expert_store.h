@@ -54,8 +54,13 @@ class ExpertStore {
   // Makes the slots. Throws StoreTooSmall when they hold less than the top_k experts of a token and the guests' slots
   // of each pool, std::bad_alloc.
   void open(int64_t budget_nbytes, int64_t top_k);
-  // Reads records to empty slots, while nothing else is to be read: those of the highest scores, and of equal ones as
-  // many of each layer. scores: of an earlier time [records], or empty. wait: until that is over.
+  // From now on, if is_on, calls use few records for all: expert e of any layer is expert e % kProbed of the first
+  // layer whose records are alike. Such calls are no picks, and are counted nowhere; what they read leaves when they
+  // are over. For steps that are compared with each other, or whose results nobody wants. Waits for calls that are
+  // under way.
+  void probe(bool is_on);
+  // Reads records to empty slots, while no call needs the disk: those of the highest scores, and of equal ones as many
+  // of each layer. scores: of an earlier time [records], or empty. wait: until that is over.
   void fill(const std::vector<double>& scores, bool wait);
   // Of records that are copied elsewhere. They are pinned as a call's are, at most max_held of a layer's pool at once,
   // so that calls find slots; none of this counts as a pick. The record, if it is in memory and may be held; null
@@ -95,6 +100,7 @@ class ExpertStore {
     int64_t record_nbytes, num_experts, first_record;
     size_t per_expert;  // extents
     size_t pool = 0;
+    int64_t first_probed = 0, num_probed = 1;  // records that stand for the layer's in probes
   };
   struct Slot {
     int64_t record = -1;
@@ -113,8 +119,12 @@ class ExpertStore {
   using Victims = std::vector<std::pair<double, int64_t>>;
   enum class Among { All, Regulars, Guests };
 
+  static constexpr int64_t kProbed = 8;
+
   void check_open() const;
   bool is_forked() const;
+  void find_probed(Layer& layer) const;
+  int64_t record_of(const Layer& layer, int64_t expert) const;
   const Layer& layer_of(int64_t record) const;
   void find_victims(const Pool& pool, int64_t count, Among among, Victims& found) const;
   int32_t take_empty(Pool& pool);
@@ -146,7 +156,7 @@ class ExpertStore {
     std::condition_variable changed;
   };
   std::unique_ptr<Shared> shared_ = std::make_unique<Shared>();
-  bool is_open_ = false, is_closed_ = false;
+  bool is_open_ = false, is_closed_ = false, is_probed_ = false;
   std::vector<Pool> pools_;
   std::vector<Slot> slots_;
   std::vector<int32_t> slot_of_;           // of each record, or -1
@@ -189,6 +199,7 @@ class Visit {
  private:
   using State = ExpertStore::State;
   void acquire(bool is_first);
+  bool join(Visited& one);
   bool is_ready(const Visited& one) const;
   void check();
   ExpertStore& store_;

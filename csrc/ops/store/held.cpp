@@ -54,6 +54,8 @@ bool ExpertStore::acquire_held(Pool& pool, int64_t record) {
     }
     at = pool.empty.empty() ? take_from(pool, found_.front().second) : take_empty(pool);
     begin_read(at, record);
+  } else if (slots_[static_cast<size_t>(at)].is_filled) {
+    reader_->hurry(at);
   }
   pin_held(pool, at);
   return true;

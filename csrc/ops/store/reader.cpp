@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <new>
 #include <stdexcept>
@@ -193,14 +194,58 @@ void Reader::close() {
   threads_.clear();
 }
 
-void Reader::enqueue(int32_t slot, const ReadRequest& request) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+void Reader::put(int32_t slot, const ReadRequest& request) {
   Request& to = requests_[static_cast<size_t>(slot)];
   static_cast<ReadRequest&>(to) = request;
   to.next = 0;
   to.left = request.pieces->size();
   to.error.clear();
+}
+
+void Reader::push(int32_t slot) {
   queue_[(head_ + num_queued_++) % queue_.size()] = slot;
+  quiet_from_ = steady_ns() + quiet_ns_;
+}
+
+// A request of which no more pieces are to be begun.
+void Reader::drop(int32_t slot) {
+  if (slot == behind_) {
+    behind_ = -1;
+    return;
+  }
+  if (num_queued_ > 0 && queue_[head_] == slot) {
+    head_ = (head_ + 1) % queue_.size();
+    --num_queued_;
+    return;
+  }
+  size_t kept = 0;
+  for (size_t i = 0; i < num_queued_; ++i) {
+    const int32_t one = queue_[(head_ + i) % queue_.size()];
+    if (one != slot) queue_[(head_ + kept++) % queue_.size()] = one;
+  }
+  num_queued_ = kept;
+}
+
+void Reader::enqueue(int32_t slot, const ReadRequest& request) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  put(slot, request);
+  push(slot);
+}
+
+void Reader::enqueue_behind(int32_t slot, const ReadRequest& request) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  put(slot, request);
+  behind_ = slot;
+}
+
+void Reader::hurry(int32_t slot) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (slot != behind_) return;
+    behind_ = -1;
+    push(slot);
+  }
+  wake_.notify_all();
 }
 
 void Reader::work_when_idle() {
@@ -219,29 +264,56 @@ void Reader::hold(bool is_held) {
   wake_.notify_all();
 }
 
+void Reader::pass(int64_t count) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    num_passes_ = count;
+  }
+  wake_.notify_all();
+}
+
+void Reader::set_quiet(int64_t ns) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  quiet_ns_ = ns;
+}
+
+// The slot whose next piece is to be read; -1: none.
+int32_t Reader::next_slot() const { return num_queued_ > 0 ? queue_[head_] : behind_; }
+
+bool Reader::is_quiet() const { return steady_ns() >= quiet_from_; }
+
+// Returns when something is to be read now, or idle() to be asked, or all is over.
+void Reader::wait_for_work(std::unique_lock<std::mutex>& lock) {
+  while (!is_closed_) {
+    const bool may_begin = !is_held_ || num_passes_ > 0, has_behind = behind_ >= 0 || wants_idle_;
+    if (may_begin && (num_queued_ > 0 || (has_behind && is_quiet()))) return;
+    if (may_begin && has_behind)
+      wake_.wait_for(lock, std::chrono::nanoseconds(quiet_from_ - steady_ns()));
+    else
+      wake_.wait(lock);
+  }
+}
+
 void Reader::main(int thread) {
   use_kernel_float_mode();
   uint8_t* const room = rooms_ == nullptr ? nullptr : rooms_->data() + thread * room_;
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
-    wake_.wait(lock, [&] { return is_closed_ || (!is_held_ && (num_queued_ > 0 || wants_idle_)); });
+    wait_for_work(lock);
     if (is_closed_) return;
-    if (num_queued_ == 0) {
+    const int32_t slot = next_slot();
+    if (slot < 0) {
       wants_idle_ = false;
       lock.unlock();
       if (idle_()) work_when_idle();
       lock.lock();
       continue;
     }
-    const int32_t slot = queue_[head_];
+    if (is_held_) --num_passes_;
     Request& request = requests_[static_cast<size_t>(slot)];
-    const auto pop = [&] {
-      head_ = (head_ + 1) % queue_.size();
-      --num_queued_;
-    };
     const size_t count = request.pieces->size();
     const Piece& piece = (*request.pieces)[request.next++];
-    if (request.next == count) pop();
+    if (request.next == count) drop(slot);
     lock.unlock();
     std::string error;
     try {
@@ -250,10 +322,10 @@ void Reader::main(int thread) {
     lock.lock();
     if (!error.empty() && request.error.empty()) {
       request.error = std::move(error);
-      if (request.next < count) {  // it is the first in the queue: those before it have begun, those behind it have not
+      if (request.next < count) {
         request.left -= count - request.next;
         request.next = count;
-        pop();
+        drop(slot);
       }
     }
     if (--request.left > 0) continue;

@@ -3,6 +3,9 @@
 // A record is one expert of one layer: one extent of a file that holds it as it lies in memory, or one extent for each
 // of its matrices, in block layout, which are packed on the way. It is read in pieces of about 1 MiB, so that a single
 // record keeps several threads and the disk's queue busy.
+//
+// What is enqueued `behind` is read while nobody waits for the disk: when nothing else is queued, and nothing else was
+// for a while (kQuietNs). At most one piece a thread of it is then in the way of what comes.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -115,9 +118,9 @@ struct ReadRequest {
 
 class Reader {
  public:
-  // done(slot, error): the request of a slot is over; error: empty if all is well. idle(): nothing is queued; returns
-  // whether it has queued something. Both are called by the threads. slots: of requests, of which each has one at a
-  // time. room: bytes of the largest piece that is not read to its place.
+  // done(slot, error): the request of a slot is over; error: empty if all is well. idle(): nothing is queued and nobody
+  // waits; returns whether it has enqueued something behind. Both are called by the threads. slots: of requests, of
+  // which each has one at a time. room: bytes of the largest piece that is not read to its place.
   Reader(const StoreFiles& files, const KernelTable& kernels, int num_threads, int64_t slots, int64_t room,
          std::function<void(int32_t, const std::string&)> done, std::function<bool()> idle);
   ~Reader();
@@ -127,6 +130,10 @@ class Reader {
   // In the order of the calls. wake: afterwards, once for several.
   void enqueue(int32_t slot, const ReadRequest& request);
   void wake() { wake_.notify_all(); }
+  // By idle() alone.
+  void enqueue_behind(int32_t slot, const ReadRequest& request);
+  // Somebody waits for it now, if it was enqueued behind.
+  void hurry(int32_t slot);
   // From now on idle() is called until it has nothing.
   void work_when_idle();
   // Ends the threads after the pieces that they are in; what is queued is forgotten.
@@ -134,9 +141,11 @@ class Reader {
 
   int64_t bytes_read() const { return bytes_read_.load(std::memory_order_relaxed); }
 
-  // For tests: threads begin no piece while held; the next `count` pieces cannot be read; a piece is read up to `times`
-  // times, as on a disk that is now fast and now slow.
+  // For tests: threads begin no piece while held, but `count` more; the next `count` pieces cannot be read; a piece is
+  // read up to `times` times, as on a disk that is now fast and now slow; what takes the place of kQuietNs.
   void hold(bool is_held);
+  void pass(int64_t count);
+  void set_quiet(int64_t ns);
   void fail_next(int count) { failing_.store(count); }
   void slow_down(int times) { slowness_.store(times); }
 
@@ -145,7 +154,14 @@ class Reader {
     size_t next = 0, left = 0;  // pieces: to begin with, and to be done
     std::string error;
   };
+  static constexpr int64_t kQuietNs = 20'000'000;
   void main(int thread);
+  void put(int32_t slot, const ReadRequest& request);
+  void push(int32_t slot);
+  void drop(int32_t slot);
+  int32_t next_slot() const;
+  bool is_quiet() const;
+  void wait_for_work(std::unique_lock<std::mutex>& lock);
   void read_piece(const Request& request, const Piece& piece, uint8_t* room);
 
   const StoreFiles& files_;
@@ -157,6 +173,8 @@ class Reader {
   std::vector<Request> requests_;  // of each slot
   std::vector<int32_t> queue_;     // a ring of slots
   size_t head_ = 0, num_queued_ = 0;
+  int32_t behind_ = -1;  // the slot whose request is enqueued behind, of which some piece has not begun
+  int64_t quiet_ns_ = kQuietNs, quiet_from_ = 0, num_passes_ = 0;
   bool is_held_ = false, wants_idle_ = false, is_closed_ = false;
   std::atomic<int64_t> bytes_read_{0};
   std::atomic<int> failing_{0}, slowness_{1};

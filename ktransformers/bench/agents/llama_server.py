@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ktransformers.bench.servers.client import Client, RequestError
 from ktransformers.errors import ConfigError, EngineError
+from ktransformers.system.child import ending_with_parent
 
 __all__ = ["LlamaServer", "LlamaServerWork", "find_llama_server", "llama_server_flags"]
 
@@ -71,7 +72,7 @@ class LlamaServer:
         port = _free_port()
         command = [work.program, "--host", _HOST, "--port", str(port), *llama_server_flags(work)]
         self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+            ending_with_parent(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
         )
         self.client = Client(f"{_HOST}:{port}")
         self._log: deque[str] = deque(maxlen=_KEPT_LINES)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from ktransformers.bench.servers.client import Client
 from ktransformers.errors import EngineError
+from ktransformers.system.child import ending_with_parent
 
 __all__ = ["ServerProcess"]
 
@@ -22,8 +23,12 @@ class ServerProcess:
 
     def __init__(self, flags: Sequence[str]) -> None:
         command = [sys.executable, "-m", "ktransformers", "serve", "--port", "0", *flags]
-        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        self.pid, self.client = self._process.pid, Client(f"127.0.0.1:{self._port()}")
+        self._process = subprocess.Popen(ending_with_parent(command), stderr=subprocess.PIPE, text=True)
+        try:
+            self.pid, self.client = self._process.pid, Client(f"127.0.0.1:{self._port()}")
+        except BaseException:
+            self._process.terminate()
+            raise
         self._reader = threading.Thread(target=self._drain, daemon=True)
         self._reader.start()
 

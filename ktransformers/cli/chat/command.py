@@ -14,7 +14,6 @@ import logging
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from ktransformers.cli.parsing.options import (
@@ -35,6 +34,7 @@ from ktransformers.cli.parsing.options import (
     set_up_logging,
     with_default_model,
 )
+from ktransformers.cli.parsing.parser import user_path
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.hub.locate import title_of
 from ktransformers.system.user_folders import user_state_dir
@@ -80,7 +80,7 @@ def _add_flags(parser: argparse.ArgumentParser, *, reads_lines: bool) -> None:
     group = parser.add_argument_group("chat")
     group.add_argument("-p", "--prompt", metavar="PROMPT", help="answer this prompt and exit; a pipe is added to it")
     group.add_argument("--system", metavar="TEXT", help="system prompt")
-    group.add_argument("--prompt_file", type=Path, help="a file whose text is the first prompt")
+    group.add_argument("--prompt_file", type=user_path, help="a file whose text is the first prompt")
     text = "a pipe has one turn a line, commands among them" + ("" if reads_lines else "; default: it is one prompt")
     add_toggle(group, "lines", default=None, help=text)
     add_toggle(group, "prefix_cache", default=None, help="compute of a prompt only what is new in it (on)")

@@ -90,7 +90,7 @@ def plan_config(args: argparse.Namespace) -> EngineConfig:
 def plan_command(args: argparse.Namespace) -> int:
     """Print the plan; return 0 when the model fits, else 1. Raises KTransformersError for everything else."""
     set_up_logging(args.log_level)
-    if args.model is not None and user_path(args.model).suffix in (".yaml", ".yml"):
+    if args.model and user_path(args.model).suffix in (".yaml", ".yml"):
         return _plan_models(args, user_path(args.model))
     config = plan_config(args).resolved(needs_model=args.synthetic is None)  # before the slow imports
     _check_case(args)

@@ -187,7 +187,7 @@ def _add_division_flags(group: argparse._ActionsContainer, config: EngineConfig)
     )
     group.add_argument(
         "--stage_key_file",
-        type=Path,
+        type=user_path,
         metavar="FILE",
         help="with --stage_hosts: the secret that these machines have, too",
     )
@@ -271,7 +271,8 @@ def _add_disk_flags(group: argparse._ActionsContainer, config: EngineConfig) -> 
         type=float,
         default=config.experts_ram,
         metavar="GIB",
-        help="memory for experts that are read from the disk; 0: what is free, less a reserve (%(default)s)",
+        help="memory for experts where they are read from the disk, a draft model's included; 0: what is free, less a "
+        "reserve (%(default)s)",
     )
 
 

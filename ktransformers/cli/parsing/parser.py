@@ -95,7 +95,10 @@ def add_toggle(parser: argparse._ActionsContainer, name: str, *, default: bool |
 
 
 def user_path(text: str) -> Path:
-    """Return the path that a user wrote, ~ expanded."""
+    """Return the path that a user wrote, ~ expanded. Raises ArgumentTypeError for none: to pathlib it is the current
+    folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty")
     return Path(text).expanduser()
 
 
@@ -114,7 +117,7 @@ def _is_flag(word: str) -> bool:
 
 def _is_file(word: str) -> bool:
     """Whether this must be MODEL, and not one more word of a list."""
-    return word.endswith(".gguf") or user_path(word).exists()
+    return word.endswith(".gguf") or (word != "" and user_path(word).exists())
 
 
 class ArgumentParser(argparse.ArgumentParser):

@@ -59,7 +59,7 @@ _REASONS = {"backend_type": "the transformers backend plans no memory; use balan
 def models_file(args: argparse.Namespace) -> Path | None:
     """Return the file that --models or MODEL name; None: one model is to be served. Raises ConfigError for both."""
     given: Path | None = args.models
-    model = None if args.model is None else user_path(args.model)
+    model = user_path(args.model) if args.model else None
     if given is not None and args.model is not None:
         raise ConfigError("MODEL and --models together say too much; leave one out")
     if given is None and model is not None and model.suffix in (".yaml", ".yml"):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import signal
-from pathlib import Path
 from types import FrameType
 
 from ktransformers.cli.parsing.options import add_logging_flag, set_up_logging
+from ktransformers.cli.parsing.parser import user_path
 from ktransformers.errors import ConfigError
 
 __all__ = ["add_parser"]
@@ -32,7 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--port", type=int, default=PORT, help="port; 0: any, which the log says (%(default)s)")
     parser.add_argument(
         "--stage_key_file",
-        type=Path,
+        type=user_path,
         metavar="FILE",
         help=f"the secret that drivers must know; {KEY_HINT}",
     )

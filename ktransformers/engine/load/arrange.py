@@ -22,6 +22,7 @@ from ktransformers.errors import MODULE_FAILURES, KTransformersError, Unsupporte
 from ktransformers.kernels.cpu import WorkerPool
 from ktransformers.kernels.cpu.expert_store import ReadError
 from ktransformers.kernels.triton.common.compiling import compiles, warmup
+from ktransformers.operators.expert_files import ExpertFiles, probed
 from ktransformers.operators.layers.cpu import fuse_layers
 from ktransformers.operators.layers.gpu import stack_gpu_layers, takes_blocks
 from ktransformers.operators.layers.native_stack import stack_cpu_layers
@@ -57,6 +58,8 @@ class Arrangeable(Protocol):
     def layout(self) -> StepLayout: ...
     @property
     def longest(self) -> int: ...
+    @property
+    def expert_files(self) -> ExpertFiles | None: ...
 
 
 def pass_context_to_recurrent(model: torch.nn.Module, plan: Plan) -> None:
@@ -69,7 +72,8 @@ def arrange_layers(loaded: Arrangeable) -> bool:
     """Run one step, refuse what cannot be right, and join layers: in native calls when every module is on the CPU, else
     those on a GPU in as few launches as can be. What no test covers is compared with transformers.
 
-    Returns whether all layers take a step in blocks (ForwardContext.blocks). Raises UnsupportedError.
+    Experts in files are probed, except where steps are compared with transformers. Returns whether all layers take a
+    step in blocks (ForwardContext.blocks). Raises UnsupportedError.
     """
     opened, plan, shapes, pool = loaded.opened, loaded.plan, loaded.shapes, loaded.pool
     calls = _first_step(loaded)
@@ -86,7 +90,8 @@ def arrange_layers(loaded: Arrangeable) -> bool:
     if is_on_cpu:
         fuse_layers(opened.model, shapes, pool, calls)
     if opened.config.pipeline == 1:
-        check_model(opened, plan, checked, calls, loaded.longest)
+        with probed(loaded.expert_files, is_on=not is_checked(opened)):  # transformers' modules have all experts
+            check_model(opened, plan, checked, calls, loaded.longest)
     if is_on_cpu:  # stacks stand in for layers, which the check wants to see
         stack_cpu_layers(opened.model, shapes, pool, calls)
     else:

@@ -51,7 +51,7 @@ from ktransformers.models.mtp_config import mtp_family
 from ktransformers.operators.attention.flash import FlashLayer
 from ktransformers.operators.attention.rope import resolve_rotations
 from ktransformers.operators.base import ExpertStats
-from ktransformers.operators.expert_files import ExpertFiles
+from ktransformers.operators.expert_files import ExpertFiles, probed
 from ktransformers.operators.experts.routed import KTransformersExperts
 from ktransformers.operators.layers.traced import pass_context, pass_context_to_attention
 from ktransformers.operators.linear.linear import KTransformersLinear
@@ -140,6 +140,10 @@ class LoadedWeights:
     @property
     def longest(self) -> int:
         return self.planned_part.longest
+
+    @property
+    def expert_files(self) -> ExpertFiles | None:
+        return self.planned_part.planned.expert_files
 
     def hidden_hook(self) -> LastHiddenHook | None:
         """Return what keeps hidden states, where the model drafts from them, or one drafts from its own."""
@@ -279,7 +283,9 @@ def arrange_model(loaded: LoadedWeights, lenders: Lenders | None = None) -> Arra
     """Run one step, refuse what cannot be right, put layers together, and make the cache. lenders: of what layers
     attend to that have no keys and values of their own. Raises UnsupportedError."""
     planned_part, opened, pool = loaded.planned_part, loaded.opened, loaded.pool
-    if not arrange_layers(loaded):
+    with probed(loaded.expert_files):
+        takes_blocks = arrange_layers(loaded)
+    if not takes_blocks:
         loaded.hot.refuse_long_steps("not all layers of this model take a step in blocks")
     if loaded.flash:
         loaded.hot.refuse_long_steps("FlashInfer plans whole steps; --attention_backend triton does without")
@@ -290,7 +296,8 @@ def arrange_model(loaded: LoadedWeights, lenders: Lenders | None = None) -> Arra
     forward = ForwardPass(opened.model, pool, loaded.layout)
     forward.block_rows = planned.chunk_size if loaded.hot.long_steps.rows else 0
     if loaded.layout.is_cpu and opened.config.pipeline == 1:
-        forward.short = find_fused_decode(opened.model, planned.shapes, pool, loaded.longest)
+        with probed(loaded.expert_files):
+            forward.short = find_fused_decode(opened.model, planned.shapes, pool, loaded.longest)
     forward.last_hidden = loaded.hidden_hook()
     return ArrangedModel(loaded, cache, identified, forward)
 
@@ -315,7 +322,8 @@ def capture_steps(arranged: ArrangedModel, progress: Progress | None, why_eager:
         last_hidden.replayed_rows = 2 * extent.max_batch_size + max((size.rows for size in mixed), default=8)
         if loaded.layout.mtp is not None:
             loaded.layout.mtp.reserve(last_hidden.replayed_rows, loaded.layout.entry)
-    decode = graphs.prepare(arranged.forward, arranged.cache, plan, extent, progress)
+    with probed(loaded.expert_files):
+        decode = graphs.prepare(arranged.forward, arranged.cache, plan, extent, progress)
     part.ranks.captured([] if decode is None else decode.sizes)
     config = replace(part.config, cache_lens=planned.num_slots, chunk_size=planned.chunk_size)
     return CapturedModel(arranged, config, decode, graphs.why_drafts_are_eager(decode))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -57,6 +58,7 @@ class TowerEncoder:
         if digest in self._kept:
             self._kept.move_to_end(digest)
             return self._kept[digest]
+        began = time.perf_counter()
         tensors = picture_tensors(self._folder, digest)
         try:
             found = self._compute(tensors)
@@ -68,7 +70,7 @@ class TowerEncoder:
         self._kept[digest] = found
         while len(self._kept) > 1 and sum(map(_nbytes, self._kept.values())) > self._max_bytes:
             self._kept.popitem(last=False)
-        return found
+        return replace(found, seconds=time.perf_counter() - began)
 
     def positions(self, token_ids: Sequence[int], media: Sequence[MediaItem]) -> torch.Tensor | None:
         """Return the rotary positions of a prompt, int64 [3, T]; None: 0 to T - 1, whatever they show.

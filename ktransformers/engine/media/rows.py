@@ -69,6 +69,7 @@ class RunPictures:
         around = encoder.family.around
         self._routed = None if around is None else np.union1d(self._at, np.flatnonzero(np.isin(prompt, [*around])))
         self._features: dict[int, PictureFeatures] = {}
+        self._spent = 0, 0.0
         self.token_ids = [encoder.family.token_id if one >= MEDIA_ID_BASE else one for one in start.token_ids]
         self._axes: npt.NDArray[np.int64] | None = None
         self.shift = 0
@@ -82,6 +83,11 @@ class RunPictures:
             self._axes = axes.cpu().long().numpy()
             self.shift = int(self._axes.max()) + 1 - len(prompt)
         self._uneven = self._at[:0] if self._axes is None else np.flatnonzero((self._axes != self._axes[0]).any(0))
+
+    def take_spent(self) -> tuple[int, float]:
+        """Return how many pictures the tower has computed since the last call, and the seconds that it took."""
+        spent, self._spent = self._spent, (0, 0.0)
+        return spent
 
     @property
     def prompt_tokens(self) -> list[int]:
@@ -138,7 +144,9 @@ class RunPictures:
     def _features_of(self, item: int) -> PictureFeatures:
         """Kept until all of the picture is computed, whatever the encoder forgets meanwhile."""
         if item not in self._features:
-            self._features[item] = self._encoder.features(self._media[item].digest)
+            self._features[item] = found = self._encoder.features(self._media[item].digest)
+            count, seconds = self._spent
+            self._spent = count + (found.seconds > 0), seconds + found.seconds
         features = self._features[item]
         if len(features.hidden) != self._counts[item]:
             raise EngineError(

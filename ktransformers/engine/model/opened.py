@@ -48,6 +48,7 @@ from ktransformers.models.gguf.config import FACTOR_TENSORS, config_from_gguf
 from ktransformers.models.gguf.sampling import sampling_defaults
 from ktransformers.models.heads import settle_head
 from ktransformers.models.mtp_config import mtp_config, mtp_family
+from ktransformers.models.registry import ignorable_tensors
 from ktransformers.operators.partial_sums import PartialSums
 from ktransformers.system.file_kinds import wrong_start
 from ktransformers.tokenizer import Tokenizer, has_tokenizer_files, load_tokenizer, read_chat_template
@@ -164,6 +165,7 @@ def open_model(config: EngineConfig, target: OpenedModel | None = None) -> Opene
         beside = open_safetensors(folder)
         tower = open_tower_of(config, whole, beside, _safetensors_source(beside, facts, model), facts)
     check_parameters(model, source, shapes)
+    _log_unread(model, source)
     states, nbytes = _states(config, files), _bytes_by_type(stored)
     opened = OpenedModel(
         config, model.config, facts, gguf, model, source, tuple(files), states, nbytes, has_head=has_head, tower=tower
@@ -176,6 +178,14 @@ def open_model(config: EngineConfig, target: OpenedModel | None = None) -> Opene
         return _with_dspark(opened, stored)
     with_layers = opened if layers is None else _with_layers(opened, layers)
     return replace(opened, draft=_open_mtp(with_layers, with_layers.gguf or stored))
+
+
+def _log_unread(model: PreTrainedModel, source: WeightSource) -> None:
+    """Say what the files hold besides the model, where its class says what that is."""
+    unread = getattr(model, "UNREAD", None)
+    count = sum(map(ignorable_tensors(model), source.stored_names())) if unread else 0
+    if count:
+        logger.info("%d tensors are left unread: %s", count, unread)
 
 
 def _source_of(stored: _StoredModel, facts: ModelFacts, model: PreTrainedModel) -> WeightSource:

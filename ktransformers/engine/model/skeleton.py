@@ -14,7 +14,8 @@ import torch
 from ktransformers.engine.model.config_checks import check_config_values
 from ktransformers.engine.model.file_layouts import arrange
 from ktransformers.engine.model.text_models import causal_class
-from ktransformers.errors import ConfigError, UnsupportedError, reason_of
+from ktransformers.errors import ConfigError, KTransformersError, UnsupportedError, reason_of
+from ktransformers.models import deepseek_v41
 from ktransformers.models.facts import LayerKind, ModelFacts
 from ktransformers.models.families import NOT_IN_TRANSFORMERS
 from ktransformers.models.fused_experts_adapter import adapt_fused_experts
@@ -85,6 +86,8 @@ def _read_config_file(path: Path, trust_remote_code: bool) -> dict[str, Any]:
             "own, and writes no text"
         )
     model_type = values.get("model_type")
+    if model_type == deepseek_v41.MODEL_TYPE:
+        deepseek_v41.register()
     if isinstance(model_type, str) and (model_type in CONFIG_MAPPING or model_type in OTHER_NAMES):
         return values
     if "auto_map" in values and trust_remote_code:
@@ -167,6 +170,8 @@ def build_skeleton(hf_config: PretrainedConfig, trust_remote_code: bool = False)
                 attn_implementation=ATTENTION_NAME,
                 dtype=torch.float32,
             )
+    except KTransformersError:  # of a class of this package
+        raise
     except Exception as error:  # whatever the modules of any family do with values that do not fit each other
         if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
             raise UnsupportedError(

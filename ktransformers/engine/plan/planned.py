@@ -14,7 +14,7 @@ from ktransformers.engine.plan.tower_plan import PlannedTower
 from ktransformers.operators.device import Device
 from ktransformers.operators.expert_files import ExpertFiles
 from ktransformers.operators.experts.routed import KTransformersExperts
-from ktransformers.optimize.expert_slots import describe_slots
+from ktransformers.optimize.expert_slots import EXPERT_SLOTS, describe_slots, slot_bounds
 from ktransformers.optimize.fill import Filling
 from ktransformers.optimize.hot_slots import HotSlots
 from ktransformers.optimize.machine import detect_machine
@@ -58,6 +58,21 @@ class Planned:
         """The plans of layers that draft, and whose experts are in the slots of this model's."""
         drafts = [] if self.draft is None else self.draft.chain
         return [one.planned.plan for one in drafts if one.shares_slots]
+
+    def expert_ram(self, top_k: int) -> tuple[int, int, int]:
+        """Return the bytes of RAM that experts have where they stay in files, as planned, at least and at most: what
+        --experts_ram says, of this model and of the one that drafts. top_k: experts that a token takes of a layer.
+        Zeros where none stay in files."""
+        slots = self.plan.extra_bytes.get(EXPERT_SLOTS, {}).get("cpu", 0)
+        if not slots:
+            return 0, 0, 0
+        least, most = slot_bounds(self.plan, top_k, self.beside)
+        for one in [] if self.draft is None else self.draft.chain:
+            low, high = (
+                slot_bounds(one.planned.plan, one.opened.facts.top_k()) if one.has_slots else (one.expert_ram,) * 2
+            )
+            slots, least, most = slots + one.expert_ram, least + low, most + high
+        return slots, least, most
 
     def report(self, *, with_experts: bool = True) -> None:
         """Log one line for each thing that was decided without being asked for. with_experts: say where experts are
@@ -121,6 +136,19 @@ class PlannedDraft:
     def shares_slots(self) -> bool:
         """Whether its experts are in the slots of its target's."""
         return self.planned.expert_files is not None and self.planned.expert_files.owner is not None
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether its experts stay in files, and have slots of their own."""
+        return bool(self.planned.plan.extra_bytes.get(EXPERT_SLOTS))
+
+    @property
+    def expert_ram(self) -> int:
+        """Bytes of RAM that its own experts have: slots, or all of them; 0 where they are in its target's slots."""
+        if self.shares_slots:
+            return 0
+        slots = self.planned.plan.extra_bytes.get(EXPERT_SLOTS, {}).get("cpu", 0)
+        return slots if self.has_slots else self.planned.expert_bytes_on_cpu
 
     @property
     def nbytes(self) -> dict[str, int]:

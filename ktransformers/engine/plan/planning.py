@@ -186,7 +186,9 @@ class Planner:
         plan, hots = with_hot_slots(plan, hots)
         beside = [] if draft is None else [one.planned.plan for one in draft.chain if one.shares_slots]
         if self.expert_files is not None and self.expert_files.owner is None:
-            plan = with_expert_slots(plan, int(opened.config.experts_ram * 2**30), opened.facts.top_k(), beside)
+            asked = int(opened.config.experts_ram * 2**30)
+            others = 0 if draft is None else sum(one.expert_ram for one in draft.chain)
+            plan = with_expert_slots(plan, asked and max(asked - others, 1), opened.facts.top_k(), beside)
         if long_rows and (not hots or plan.misfit() is not None):
             return self._plan_all(hardware, transfer, may_lend=False)
         files = self.expert_files if plan.stored_experts or beside else None
@@ -305,26 +307,28 @@ class Planner:
         self, in_ram: PlannedDraft, planner: Planner, target: Planned, hardware: Hardware
     ) -> PlannedDraft:
         """A draft model with all experts in RAM where that leaves the target's what they need, else with slots: as
-        large a part of what is left as its experts are of all."""
-        config, top_k = self.opened.config, self.opened.facts.top_k()
-        asked, ram = int(config.experts_ram * 2**30), target.plan.capacity["cpu"]
-        least = with_expert_slots(target.plan, asked or 1, top_k)
-        left = ram - reserve_of(ram) - least.total_bytes["cpu"]
-        if in_ram.nbytes.get("cpu", 0) <= left:
-            room = format_bytes(in_ram.planned.expert_bytes_on_cpu)
+        large a part of what there is for the experts of both as its own are of these.
+
+        That is --experts_ram, or else what is left: the same number gives the same plan, whatever else is free.
+        """
+        ram, least = target.plan.capacity["cpu"], with_expert_slots(target.plan, 1, self.opened.facts.top_k())
+        needed, wanted = least.extra_bytes[EXPERT_SLOTS]["cpu"], in_ram.expert_ram
+        left = ram - reserve_of(ram) - (least.total_bytes["cpu"] - needed)
+        asked = int(self.opened.config.experts_ram * 2**30)
+        if wanted <= (asked or left - (in_ram.nbytes["cpu"] - wanted)) - needed:
+            room = format_bytes(wanted)
             return replace(in_ram, experts=f"experts of the draft model are in RAM, which has room for them ({room})")
         try:
             files = open_expert_files(planner.opened)
             found = self._draft_on(replace(planner, expert_files=files), target, hardware)
         except (ConfigError, FormatError) as error:
             return replace(in_ram, experts=f"experts of the draft model are in RAM: {error}")
-        stored = found.planned.plan.stored_experts
+        stored, others = found.planned.plan.stored_experts, target.plan.stored_experts
         if not stored:
             return in_ram
-        left -= found.nbytes["cpu"] - found.planned.plan.extra_bytes[EXPERT_SLOTS]["cpu"]
-        others = target.plan.stored_experts
-        share = asked * stored // others if asked else left * stored // (stored + others)
-        opened = replace(planner.opened, config=replace(planner.opened.config, experts_ram=max(share, 1) / 2**30))
+        both = asked or left - (found.nbytes["cpu"] - found.expert_ram)
+        share = max(min(both * stored // (stored + others), both - needed), 1)
+        opened = replace(planner.opened, config=replace(planner.opened.config, experts_ram=share / 2**30))
         found = self._draft_on(replace(planner, opened=opened, expert_files=files), target, hardware)
         return replace(found, experts=f"the draft model: {describe_slots(found.planned.plan)}")
 

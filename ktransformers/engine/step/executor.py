@@ -37,6 +37,7 @@ from ktransformers.engine.step.executor_runs import (
     needs_of,
     prompt_scores,
     rows_of,
+    tower_spent,
     unread_result,
     with_pictures,
 )
@@ -195,7 +196,8 @@ class PagedExecutor:
         positions, context = paged_context(self._cache, self._pool, rows, tables)
         positions, context = with_pictures(rows, runs, positions, context, self._family, self._pool_size)
         keep = torch.from_numpy(np.array(kept.rows, dtype=np.int64))
-        return StepTensors(runs, kept, ForwardBatch(torch.from_numpy(token_ids), positions, context, keep), sources)
+        batch = ForwardBatch(torch.from_numpy(token_ids), positions, context, keep)
+        return StepTensors(runs, kept, batch, sources, tower_spent(runs))
 
     @staticmethod
     def _one_token(row: ScheduledSequence, runs: Sequence[ExecutorRun], step: OneTokenStep) -> StepTensors:
@@ -245,7 +247,8 @@ class PagedExecutor:
         if not plan.rows:
             return StepResult(step_id=plan.step_id, results=[], tiers=self._tier_result())
         copied_ns = time.monotonic_ns()
-        inputs = self._begun.pop(plan.step_id, None) or self._inputs(plan, self._step)
+        begun = self._begun.pop(plan.step_id, None)
+        inputs = begun or self._inputs(plan, self._step)
         self._complete(inputs)
         rows, draft_seconds = with_drafts(self.drafter, plan.rows, inputs)
         self.runner.meanwhile = meanwhile or self.notify
@@ -274,7 +277,10 @@ class PagedExecutor:
             drawn = [sum(1 for _ in result.tokens) for result in results]
             times = began_ns, ended_ns, sampling_ns
             record = self._record(plan, self._sampled(plan, kept, drawn), times, recorder.epoch)
-            recorder.end_step(msgspec.structs.replace(record, stored=stored, stored_rows=stored_rows))
+            waited_ns = 0 if begun is not None else int(inputs.tower[1] * 1e9)  # else within another step
+            recorder.end_step(
+                msgspec.structs.replace(record, stored=stored, stored_rows=stored_rows, tower_ns=waited_ns)
+            )
         return StepResult(
             step_id=plan.step_id,
             results=results,
@@ -287,6 +293,7 @@ class PagedExecutor:
             hot=self.experts.hot.take(),
             stored=stored,
             stored_rows=stored_rows,
+            tower=inputs.tower,
             failed=[(row.run_id, run.failure) for row, run in zip(rows, inputs.runs, strict=True) if run.failure],
             tiers=self._tier_result((ended_ns - copied_ns) / 1e9),
         )

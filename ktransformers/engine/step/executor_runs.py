@@ -38,6 +38,7 @@ __all__ = [
     "needs_of",
     "prompt_scores",
     "rows_of",
+    "tower_spent",
     "unread_result",
     "with_pictures",
 ]
@@ -157,6 +158,7 @@ class StepTensors:
     kept: KeptRows
     batch: ForwardBatch
     sources: Sequence[tuple[int, int]] = ()  # (index of a token, sampled row of the step before that it is)
+    tower: tuple[int, float] = (0, 0.0)  # pictures that were computed for it, and the seconds that took
 
 
 ONE_KEPT = KeptRows()
@@ -223,6 +225,12 @@ def with_pictures(
         runs[index].error = runs[index].failure = why
         runs[index].sampler = None
     return turned, replace(context, pictures=pictures, turned=turned if turned.dim() == 1 else None)
+
+
+def tower_spent(runs: Sequence[ExecutorRun]) -> tuple[int, float]:
+    """Return the pictures that the tower has computed for runs since the last call, and the seconds that it took."""
+    spent = [run.pictures.take_spent() for run in runs if run.pictures is not None]
+    return sum(count for count, _ in spent), sum(seconds for _, seconds in spent)
 
 
 def prompt_scores(

@@ -34,6 +34,7 @@ from ktransformers.kernels.cpu.packing import (
     pack_times,
     packed_nbytes,
     page_out,
+    unmapped,
 )
 from ktransformers.kernels.cpu.paged_attention import MAX_BF16_DIMS, attention
 from ktransformers.kernels.cpu.products import batched_linear, linear
@@ -90,5 +91,6 @@ __all__ = [
     "rms_norm",
     "select_topk_positions",
     "split_columns",
+    "unmapped",
     "write_kv",
 ]

@@ -174,9 +174,19 @@ class ExpertStore:
         except (extension.StoreTooSmall, MemoryError) as error:
             raise CapacityError(str(error) or f"there is no memory of {self.budget_nbytes} bytes") from error
 
+    def probe(self, is_on: bool) -> None:
+        """Let calls use eight records for all, those of the first layer whose records are alike, from now on or no
+        longer.
+
+        Calls then read next to nothing, are no picks and count nowhere, and compute something else: for steps that are
+        compared with each other, or whose results nobody wants. Slots that such calls filled are empty afterwards.
+        Waits for calls that are under way.
+        """
+        self.handle.probe(is_on)
+
     def fill(self, scores: Mapping[int, Tensor] | None = None, wait: bool = False) -> None:
-        """Read records to slots that are empty, while no call needs the disk: those of the highest scores, and of equal
-        ones as many of each layer.
+        """Read records to slots that are empty, whenever no call has read for 20 ms: those of the highest scores, and
+        of equal ones as many of each layer.
 
         scores: as `scores` returned them at another time. wait: return when it is over, otherwise at once. A read that
         fails ends it, and is counted. Raises ValueError for scores of other experts.

@@ -6,6 +6,7 @@ Knows how matrices lie in memory; does not compute with them, and does not know 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ __all__ = [
     "packed_nbytes",
     "page_out",
     "transcode_blocks",
+    "unmapped",
     "write_group_blocks",
 ]
 
@@ -143,6 +145,17 @@ def copy_parts(parts: Sequence[Tensor], pool: WorkerPool, out: Tensor) -> Tensor
     check_tensor("out", out, (sum(part.numel() for part in parts),), torch.uint8)
     extension.copy_parts(pool.handle, [(part.data_ptr(), part.numel()) for part in parts], out.data_ptr())
     return out
+
+
+def unmapped(weight: RawTensor, pool: WorkerPool) -> RawTensor:
+    """Return a matrix in memory of its own, to which a mapped one is read from its file. RuntimeError when that cannot
+    be read.
+    """
+    if not pages.is_mapped(weight.data):
+        return weight
+    data = copy_parts([weight.data], pool, empty_bytes(weight.nbytes, pool))
+    let_go([weight])
+    return replace(weight, data=data)
 
 
 def pack_times() -> tuple[float, float]:

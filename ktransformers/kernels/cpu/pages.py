@@ -23,6 +23,7 @@ __all__ = [
     "advise_huge_pages",
     "few_bytes",
     "is_cache_dropped",
+    "is_mapped",
     "note_mapping",
     "page_out",
     "read_ahead",
@@ -62,7 +63,8 @@ def _forget(start: int) -> None:
     extension.forget_file(start)
 
 
-def _is_mapped(data: Tensor) -> bool:
+def is_mapped(data: Tensor) -> bool:
+    """Whether `data` is a view of a mapped file."""
     # A view keeps its storage alive, so an entry that fits is no left-over; and heap memory never begins on a page.
     storage = data.untyped_storage()
     return _mappings.get(storage.data_ptr()) == storage.nbytes()
@@ -115,7 +117,7 @@ def page_out(parts: Iterable[Tensor]) -> None:
     ranges = sorted(
         (part.data_ptr() // PAGE * PAGE, -(-(part.data_ptr() + part.nbytes) // PAGE) * PAGE)
         for part in parts
-        if part.numel() and _is_mapped(part)
+        if part.numel() and is_mapped(part)
     )
     while ranges:  # one call for all that are neighbours, as experts are
         first, end = ranges.pop(0)
@@ -128,7 +130,7 @@ def page_out(parts: Iterable[Tensor]) -> None:
 
 def read_ahead(part: Tensor) -> None:
     """Ask the system to read the pages under a view of a mapped file, without waiting for them."""
-    if part.numel() and _is_mapped(part):
+    if part.numel() and is_mapped(part):
         extension.read_ahead(part.data_ptr(), part.nbytes)
 
 
@@ -137,7 +139,7 @@ def few_bytes(part: Tensor) -> bytes:
 
     Elsewhere a page that is not there has the system read what lies around it, too: megabytes on some disks.
     """
-    is_alone = _is_mapped(part)
+    is_alone = is_mapped(part)
     first, end = part.data_ptr() // PAGE * PAGE, -(-(part.data_ptr() + part.nbytes) // PAGE) * PAGE
     if is_alone:
         _advise(first, end, _MADV_RANDOM)

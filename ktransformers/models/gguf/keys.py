@@ -87,6 +87,15 @@ def _swa_length(gguf: Metadata) -> object:
     return _said(gguf, "attention.key_length_swa") or _key_length(gguf)
 
 
+_UNROTATED = ("nemotron_h", "nemotron_h_moe")
+"""Families that rotate nothing. Their converter writes how much of a head would be rotated all the same, and not by the
+width that heads have (Nemotron 3 Nano: 84 of 128)."""
+
+
+def _rotated_length(gguf: Metadata, value: object) -> bool:
+    return gguf.arch in _UNROTATED or _equals(_key_length)(gguf, value)
+
+
 def _has_latent(gguf: Metadata) -> bool:
     """Whether keys of their own describe the heads, and key_length the latent."""
     return gguf.metadata.get(f"{gguf.arch}.attention.key_length_mla") is not None
@@ -222,7 +231,7 @@ NEUTRAL: Mapping[str, Neutral] = {
     "attention.rope_pattern": lambda gguf, value: bool(np.all(np.asarray(value))),
     **dict.fromkeys(("attention.group_norm_epsilon", "attention.group_norm_groups"), _any),  # no layer has such norms
     # Rotation. What rope_parameters reads is not asked for where nothing rotates, or where a family has its own.
-    "rope.dimension_count": _equals(_key_length),
+    "rope.dimension_count": _rotated_length,
     "rope.dimension_count_swa": _equals(_swa_length),
     "rope.dimension_sections": _sections,
     "rope.freq_base": lambda gguf, value: gguf.arch not in ("gemma4",),

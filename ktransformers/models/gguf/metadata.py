@@ -62,11 +62,14 @@ class Metadata:
     def layers(self) -> int:
         """Number of layers of the model itself, without those of multi-token prediction at its end.
 
-        A file may say that the model has such layers and hold none (llama.cpp's converter of DeepSeek-V4).
+        A file may say that the model has such layers and hold none: llama.cpp's converter counts them as blocks all the
+        same (GLM-4.5, of a checkpoint that left them out), or does not (DeepSeek-V4).
         """
         blocks, predicting = self.int("block_count"), self.find_int("nextn_predict_layers") or 0
-        is_there = any(name.startswith(f"blk.{blocks - predicting}.nextn.") for name in self.shapes)
-        return blocks - predicting if is_there else blocks
+        own = blocks - predicting
+        is_there = any(name.startswith(f"blk.{own}.nextn.") for name in self.shapes)
+        is_counted = is_there or not any(name.startswith(f"blk.{own}.") for name in self.shapes)
+        return own if is_counted else blocks
 
     def has(self, tensor: str) -> bool:
         """Whether any layer, or the model itself, has the tensor: `tensor` is a regex of what follows "blk.N."."""

@@ -170,6 +170,78 @@ def _kimik25(file: Vision) -> tuple[Values, Values]:
     }
 
 
+def _glm4v(file: Vision) -> tuple[Values, Values]:
+    return {
+        **file.of_qwen,
+        "hidden_size": file.number("embedding_length"),
+        "intermediate_size": file.shape("mm.up.weight")[0],
+        "out_hidden_size": file.shape("v.blk.0.ffn_up.weight")[0],  # its blocks are as wide as the language model
+        "image_size": file.number("image_size"),
+        "attention_bias": "v.blk.0.attn_qkv.bias" in file.shapes,
+        "rms_norm_eps": file.real("attention.layer_norm_epsilon", 1e-5),
+        "hidden_act": file.act("silu"),
+    }, {}
+
+
+def _glm5v(file: Vision) -> tuple[Values, Values]:
+    return {
+        **file.of_qwen,
+        "hidden_size": file.number("embedding_length"),
+        "intermediate_size": file.number("feed_forward_length"),
+        "projection_intermediate_size": file.shape("mm.up.weight")[0],
+        "out_hidden_size": file.number("projection_dim"),
+        "image_size": file.number("image_size"),
+        "attention_bias": "v.blk.0.attn_qkv.bias" in file.shapes,
+        "rms_norm_eps": file.real("attention.layer_norm_epsilon", 1e-5),
+        "swiglu_limit": file.real("swiglu_clamp", 10.0),
+        "hidden_act": file.act("silu"),
+    }, {}
+
+
+def _idefics3(file: Vision) -> tuple[Values, Values]:
+    size, eps = file.number("image_size"), file.real("attention.layer_norm_epsilon", 1e-6)
+    vision = {**file.common, "image_size": size, "layer_norm_eps": eps}
+    return vision, {"scale_factor": file.number("projector.scale_factor", 2)}
+
+
+def _gemma4v(file: Vision) -> tuple[Values, Values]:
+    head = math.prod(file.shape("v.blk.0.attn_q_norm.weight"))
+    return {
+        **file.common,
+        "model_type": "gemma4_vision",
+        "head_dim": head,
+        "num_key_value_heads": file.shape("v.blk.0.attn_k.weight")[0] // head,
+        "position_embedding_size": file.shape("v.position_embd.weight")[1],
+        "pooling_kernel_size": file.number("projector.scale_factor", 3),
+        "rms_norm_eps": file.real("attention.layer_norm_epsilon", 1e-6),
+        "use_clipped_linears": any(name.endswith(".input_max") for name in file.shapes if name.startswith("v.")),
+        "standardize": "v.std_scale" in file.shapes,
+    }, {"audio_config": None}
+
+
+def _minimax_m3(file: Vision) -> tuple[Values, Values]:
+    return {
+        **file.common,
+        "image_size": file.number("image_size"),
+        "layer_norm_eps": file.real("attention.layer_norm_epsilon", 1e-5),
+        "spatial_merge_size": file.number("spatial_merge_size", 2),
+    }, {"projector_hidden_size": file.shape("mm.1.weight")[0]}
+
+
+def _lfm2(file: Vision) -> tuple[Values, Values]:
+    return {
+        **file.common,
+        "num_patches": file.shape("v.position_embd.weight")[0],
+        "layer_norm_eps": file.real("attention.layer_norm_epsilon", 1e-6),
+        "vision_use_head": False,
+    }, {
+        "downsample_factor": file.number("projector.scale_factor", 2),
+        "projector_hidden_size": file.shape("mm.1.weight")[0],
+        "projector_bias": "mm.1.bias" in file.shapes,
+        "projector_use_layernorm": "mm.input_norm.weight" in file.shapes,
+    }
+
+
 _Read = Callable[[Vision], tuple[Values, Values]]
 
 PROJECTORS: Mapping[str, tuple[tuple[str, ...], _Read]] = {
@@ -181,19 +253,46 @@ PROJECTORS: Mapping[str, tuple[tuple[str, ...], _Read]] = {
     "pixtral": (("mistral3",), _pixtral),
     "internvl": (("internvl",), _internvl),
     "kimik25": (("kimi_k25",), _kimik25),
+    "glm4v": (("glm4v_moe",), _glm4v),
+    "glm5v": (("glm5_next",), _glm5v),
+    "idefics3": (("idefics3",), _idefics3),
+    "gemma4v": (("gemma4",), _gemma4v),
+    "minimax_m3": (("minimax_m3_vl",), _minimax_m3),
+    "lfm2": (("lfm2_vl",), _lfm2),
 }
 """By the type that the file names: model types of composites with such a tower, and what reads its config."""
 
-_TEXTS = {"qwen2": ("qwen2_vl", "qwen2_5_vl"), "qwen3": ("qwen3_vl",), "qwen3_moe": ("qwen3_vl_moe",)}
+_OF_SOUND = frozenset(
+    {
+        *("gemma3na", "gemma4a", "gemma4ua", "ultravox", "qwen2a", "qwen3a", "glma", "voxtral", "meralion"),
+        *("musicflamingo", "lfm2a", "granite_speech", "mimo_audio", "parakeet", "dots3note_a", "qwen3tts_spkenc"),
+        *("qwen3tts_gen", "pockettts_spkenc", "pockettts_gen"),
+    }
+)
+"""Types of llama.cpp's that take or make sound alone."""
+
+_TEXTS = {
+    "qwen2": ("qwen2_vl", "qwen2_5_vl"),
+    "qwen3": ("qwen3_vl",),
+    "qwen3_moe": ("qwen3_vl_moe",),
+    "glm4_moe": ("glm4v_moe",),
+}
 """Text configs that a GGUF is read as where no pictures come, of composites whose own one knows them."""
+
+_ANY_TEXT = ("mistral3", "internvl", "kimi_k25", "idefics3", "lfm2_vl")
+"""Composites whose language model may be of several types."""
 
 
 def projector_of(metadata: Mapping[str, object]) -> str:
     """Return the type of a projector file. Raises UnsupportedError for one that is not read here."""
     found = metadata.get("clip.projector_type") or metadata.get("clip.vision.projector_type")
     if found is None:
+        if metadata.get("clip.audio.projector_type"):
+            raise UnsupportedError("it is a projector for sound, which no model takes here")
         kind = f"a model of {metadata.get('general.architecture', 'an unknown kind')!s:.40}"
         raise UnsupportedError(f"it holds {kind}, not a projector for pictures; llama.cpp's are called mmproj-*.gguf")
+    if found in _OF_SOUND:
+        raise UnsupportedError(f"projectors of type {found!r} are for sound, which no model takes here")
     if found not in PROJECTORS:
         raise UnsupportedError(
             f"projectors of type {found!r:.40} are not read here; {', '.join(PROJECTORS)} are. The model's folder of "
@@ -242,10 +341,10 @@ def _fitting(kinds: tuple[str, ...], text: PretrainedConfig, sections: list[int]
             if kind.startswith("qwen3"):
                 rope["mrope_interleaved"] = True
             return kind, {**values, "model_type": f"{kind}_text", "rope_parameters": rope}
-    if len(kinds) == 1 and kinds[0] not in {each for theirs in _TEXTS.values() for each in theirs}:
-        return kinds[0], values
     for kind in kinds:
-        if text.model_type in (kind, f"{kind}_text"):
+        if kind in _ANY_TEXT or text.model_type in (kind, f"{kind}_text"):
+            if kind == "gemma4" and not values.get("hidden_size_per_layer_input"):  # all but E2B and E4B, as published
+                values["use_bidirectional_attention"] = "vision"
             return kind, values
     raise UnsupportedError(
         f"the projector file is of {', '.join(kinds)}, and the language model is a {text.model_type}; they do not "

@@ -46,6 +46,7 @@ class _Class:
 
 _QWEN = ("<|vision_start|>", "<|vision_end|>")
 _PAD = "<|image_pad|>"
+_GLM = ("<|begin_of_image|>", "<|end_of_image|>")
 _CLASSES: Mapping[str, _Class] = {
     "qwen2vl_merger": _Class("Qwen2VLImageProcessor", "Qwen2VLProcessor", _PAD, _QWEN),
     "qwen2.5vl_merger": _Class("Qwen2VLImageProcessor", "Qwen2_5_VLProcessor", _PAD, _QWEN),
@@ -78,7 +79,41 @@ _CLASSES: Mapping[str, _Class] = {
         },
     ),
     "kimik25": _Class("Kimi_K25ImageProcessor", "Kimi_K25Processor", "<|media_pad|>"),
+    "glm4v": _Class("Glm46VImageProcessor", "Glm46VProcessor", "<|image|>", _GLM),
+    "glm5v": _Class("Glm5NextImageProcessor", "Glm5NextProcessor", "<|image|>", _GLM),
+    "idefics3": _Class("Idefics3ImageProcessor", "Idefics3Processor", "<image>", ("<fake_token_around_image>",)),
+    "gemma4v": _Class(
+        "Gemma4ImageProcessor",
+        "Gemma4Processor",
+        "<|image|>",
+        ("<|image>", "<image|>"),
+        {
+            "boi_token": "<|image>",
+            "eoi_token": "<image|>",
+            "image_token": "<|image|>",
+            "boa_token": "<|audio>",  # which no picture needs, but the processor asks for
+            "eoa_token": "<audio|>",
+            "audio_token": "<|audio|>",
+        },
+    ),
+    "minimax_m3": _Class(
+        "MiniMaxM3VLImageProcessor",
+        "MiniMaxM3VLProcessor",
+        "]<]image[>[",
+        ("]<]start of image[>[", "]<]end of image[>["),
+    ),
+    "lfm2": _Class(
+        "Lfm2VlImageProcessor", "Lfm2VlProcessor", "<image>", ("<|image_start|>", "<|image_end|>", "<|img_thumbnail|>")
+    ),
 }
+
+_BY_POSITIONS: Mapping[str, tuple[int, int, int]] = {
+    **dict.fromkeys(("qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger"), (1, 8, 4096)),
+    "glm4v": (2, 8, 4096),
+    "minimax_m3": (1, 8, 576),
+}
+"""Processors with bounds of pixels: frames that these count for a picture, and the fewest and the most positions that
+llama.cpp takes where the file says nothing."""
 
 
 def mmproj_processor(metadata: Mapping[str, object]) -> MmprojProcessor:
@@ -103,18 +138,31 @@ def mmproj_processor(metadata: Mapping[str, object]) -> MmprojProcessor:
 def _image(kind: str, file: Vision) -> Values:
     """Sizes of pictures."""
     patch, size = file.number("patch_size"), file.number("image_size")
-    if kind.startswith("qwen"):
+    if kind in _BY_POSITIONS:
         merge = file.number("spatial_merge_size", 2)
-        least, most = _pixels(file, (patch * merge) ** 2)
-        values: Values = {"patch_size": patch, "merge_size": merge, "temporal_patch_size": 2}
-        return {**values, "size": {"shortest_edge": least, "longest_edge": most}}
+        frames, fewest, most = _BY_POSITIONS[kind]
+        bounds = _pixels(file, (patch * merge) ** 2, fewest, most)
+        edges = {"shortest_edge": frames * bounds[0], "longest_edge": frames * bounds[1]}
+        return {"patch_size": patch, "merge_size": merge, "temporal_patch_size": 2, "size": edges}
+    if kind == "glm5v":
+        merge = file.number("spatial_merge_size", 2)
+        least, most = (bound // (patch * merge) ** 2 for bound in _pixels(file, (patch * merge) ** 2, 16, 8000))
+        counts = {"min_image_tokens": least, "max_image_tokens": most}
+        return {"patch_size": patch, "merge_size": merge, "temporal_patch_size": 2, **counts}
     if kind == "pixtral":
         return {"patch_size": patch, "size": {"longest_edge": size}}
     if kind == "kimik25":
         merge = file.number("projector.scale_factor", 2)
         most_patches = _pixels(file, (patch * merge) ** 2)[1] // patch**2  # it makes no picture larger
         return {"patch_size": patch, "merge_size": merge, "max_patches": most_patches}
-    values = {"size": {"height": size, "width": size}}
+    if kind == "idefics3":  # without preproc_image_size it is older than tiles
+        longest = file.number("preproc_image_size", size)
+        return {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": size}}
+    if kind == "gemma4v":
+        return {"patch_size": patch, "pooling_kernel_size": file.number("projector.scale_factor", 3)}
+    if kind == "lfm2":
+        return {"encoder_patch_size": patch, "downsample_factor": file.number("projector.scale_factor", 2)}
+    values: Values = {"size": {"height": size, "width": size}}
     if kind == "internvl":
         least, most = file.number("preproc_min_tiles", 1), file.number("preproc_max_tiles", 12)
         values |= {"crop_to_patches": True, "min_patches": least, "max_patches": most}
@@ -122,23 +170,26 @@ def _image(kind: str, file: Vision) -> Values:
 
 
 def _text(kind: str, file: Vision) -> Values:
-    """What decides how many positions a picture has, where the image processor's settings do not."""
+    """What decides how many positions a picture has, where the image processor's settings do not; and what the
+    processor asks for."""
     patch, size = file.number("patch_size"), file.number("image_size")
     if kind == "pixtral":
         return {"patch_size": patch, "spatial_merge_size": file.number("spatial_merge_size", 1)}
     if kind == "llama4":
         return {"patch_size": patch, "pixel_shuffle_ratio": 1.0 / file.number("projector.scale_factor", 2)}
-    if kind in ("gemma3", "internvl"):
+    if kind in ("gemma3", "internvl", "idefics3"):
         scale = file.number("projector.scale_factor", 4 if kind == "gemma3" else 2)
-        return {"image_seq_length": (size // patch // scale) ** 2}
+        return {"image_seq_len" if kind == "idefics3" else "image_seq_length": (size // patch // scale) ** 2}
+    if kind == "gemma4v":
+        return {"feature_extractor": {"feature_extractor_type": "Gemma4AudioFeatureExtractor"}}
     return {}
 
 
-def _pixels(file: Vision, position: int) -> tuple[int, int]:
-    """The least and the most pixels of a picture. position: pixels of one, of which llama.cpp takes 8 to 4096 where the
-    file does not say. Raises FormatError."""
+def _pixels(file: Vision, position: int, fewest: int = 8, largest: int = 4096) -> tuple[int, int]:
+    """The least and the most pixels of a picture. position: pixels of one. fewest, largest: how many of these llama.cpp
+    takes where the file does not say. Raises FormatError."""
     least, most = (file.bound(f"image_{end}_pixels") for end in ("min", "max"))
     if least is not None and most is not None and least > most:
         raise FormatError(f"clip.vision.image_min_pixels is {least}, more than image_max_pixels, {most}")
-    few, many = 8 * position, 4096 * position
+    few, many = fewest * position, largest * position
     return least or min(few, most or few), most or max(many, least or many)

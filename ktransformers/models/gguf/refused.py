@@ -20,6 +20,7 @@ _DIFFUSION = "it generates by diffusion, not token by token"
 _IMAGES = "it is the part of a model that reads images; give the file of the language model"
 _DRAFTS = "it drafts for another model; --draft_model takes gemma4-assistant, and models that run alone"
 _ROUNDED = "its converter rounds weights to three values, and transformers rounds while it computes"
+_SAFETENSORS = "it is read from safetensors alone; give the published files"
 _COMPOSITE = "transformers has no causal class for its text part"
 
 REFUSED: dict[str, str] = {
@@ -32,7 +33,6 @@ REFUSED: dict[str, str] = {
                 "jais",
                 "plm",
                 "smallthinker",
-                "deepseek41",
                 "kimi-k3",
                 "maple",
                 "nanbeige",
@@ -43,6 +43,7 @@ REFUSED: dict[str, str] = {
         ),
         _NO_CLASS,
     ),
+    "deepseek41": _SAFETENSORS,
     **dict.fromkeys(
         (
             *("bert", "modern-bert", "nomic-bert", "nomic-bert-moe", "neo-bert", "jina-bert-v2", "jina-bert-v3"),

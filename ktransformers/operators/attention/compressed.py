@@ -48,7 +48,7 @@ from ktransformers.operators.rotation import rotate
 from ktransformers.operators.wrapper import DenseState, WrapperOperator
 from ktransformers.weights.source import WeightSource
 
-__all__ = ["KCompressedAttention"]
+__all__ = ["KCompressedAttention", "StepRows", "turned"]
 
 _MAX_INDEX = (1 << 31) - 1
 
@@ -61,7 +61,7 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class StepRows:
     """The rows of a step, and where the cache has any position of their sequences. p: their positions, int64 [T]."""
 
     context: ForwardContext
@@ -69,7 +69,8 @@ class _Rows:
     seq_ids: torch.Tensor
 
     @classmethod
-    def of(cls, context: ForwardContext) -> _Rows:
+    def of(cls, context: ForwardContext) -> StepRows:
+        """Return the rows of a step."""
         return cls(context, context.kv_lens.long() - 1, context.seq_ids.long())
 
     def slots(self, positions: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
@@ -112,7 +113,7 @@ class _Compression:
         """Columns of C and Z."""
         return 2 * self.series * self.dim
 
-    def update(self, rows: _Rows, hidden_states: torch.Tensor, cached: torch.Tensor) -> None:
+    def update(self, rows: StepRows, hidden_states: torch.Tensor, cached: torch.Tensor) -> None:
         """Write C and Z of all rows [1, T, hidden], then the entries of windows that end in this step."""
         columns = torch.cat((self.module.kv_proj(hidden_states)[0], self.module.gate_proj(hidden_states)[0]), dim=-1)
         cached[rows.context.slot_mapping, self.values : self.values + self.width] = columns
@@ -125,7 +126,7 @@ class _Compression:
         entries = turned(entries[:, None], *(part[0] for part in angles))[:, 0]
         cached[rows.context.slot_mapping[last], self.entry : self.entry + self.dim] = entries
 
-    def _pooled(self, rows: _Rows, last: torch.Tensor, start: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
+    def _pooled(self, rows: StepRows, last: torch.Tensor, start: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
         """The weighted sum of each window, [N, D]; added up token by token, whatever else is computed beside it."""
         back = (self.series - 1) * self.rate
         positions = start[:, None] - back + torch.arange(back + self.rate)
@@ -157,19 +158,32 @@ class KCompressedAttention(WrapperOperator):
     }
     OWNED_CHILDREN: ClassVar[frozenset[str]] = frozenset({"o_a_proj"})  # a linear layer for each group of heads
 
+    NEEDED: ClassVar[tuple[str, ...]] = (
+        *("q_a_proj", "q_b_norm", "kv_norm", "o_a_proj", "o_b_proj", "sinks", "sliding_window", "compressor"),
+    )
+
     def __init__(self, module: nn.Module, key: str, config: OperatorConfig, placement: Placement | None = None):
         super().__init__(module, key, config, placement)
-        needed = ("q_a_proj", "q_b_norm", "kv_norm", "o_a_proj", "o_b_proj", "sinks", "sliding_window", "compressor")
-        missing = [name for name in needed if not hasattr(module, name)]
+        missing = [name for name in self.NEEDED if not hasattr(module, name)]
         if missing:
             raise UnsupportedError(
-                f"KCompressedAttention cannot replace {key} ({type(module).__name__}): no {missing[0]}"
+                f"{type(self).__name__} cannot replace {key} ({type(module).__name__}): no {missing[0]}"
             )
-        inner: Any = module
-        self.layer_idx, self.layer = int(inner.layer_idx), layer_number(module)
-        self.window = int(inner.sliding_window)
-        self.num_heads, self.head_dim = int(inner.num_heads), int(inner.head_dim)
-        self._compressor = self._indexer = None
+        numbers = (int(getattr(module, name)) for name in ("layer_idx", "sliding_window", "num_heads", "head_dim"))
+        self.layer_idx, self.window, self.num_heads, self.head_dim = numbers
+        self.layer = layer_number(module)
+        self._o_a: RawTensor | None = None  # [groups, R, columns of a group]
+        self._biases: list[torch.Tensor] = []  # of positions in a window, fp32 on a GPU
+        self._gpu: GpuCompressed | None = None
+        self._compressor: _Compression | None = None
+        self._indexer: _Compression | None = None
+        self._head_eps: float | None = None
+        self._epsilons: tuple[float, float] | None = None
+        self.cached_dim = self._take_parts()
+
+    def _take_parts(self) -> int:
+        """Look at the parts of the module; return the columns of the cache's rows."""
+        inner: Any = self.inner
         width = self.head_dim
         if inner.compressor is not None:
             self._compressor = _Compression.of(inner.compressor, width, 2 * self.head_dim)
@@ -178,12 +192,9 @@ class KCompressedAttention(WrapperOperator):
             if indexer is not None:
                 self._indexer = _Compression.of(indexer, width, width + int(indexer.head_dim))
                 width = self._indexer.values + self._indexer.width
-        self.cached_dim = -(-width // self.head_dim) * self.head_dim
-        self._o_a: RawTensor | None = None  # [groups, R, columns of a group]
         self._head_eps = recognize_weightless_norm(inner.q_b_norm)
-        self._epsilons = CompressedSpec.check(key, inner, self.head_dim) if self.device.is_gpu else None
-        self._biases: list[torch.Tensor] = []  # of positions in a window, fp32 on a GPU
-        self._gpu: GpuCompressed | None = None
+        self._epsilons = CompressedSpec.check(self.key, inner, self.head_dim) if self.device.is_gpu else None
+        return -(-width // self.head_dim) * self.head_dim
 
     @override
     def op(self, phase: Phase) -> str:
@@ -222,7 +233,8 @@ class KCompressedAttention(WrapperOperator):
     def load(self, source: WeightSource) -> None:
         super().load(source)
         stored = source.tensor(f"{self.key}.o_a_proj.weight")
-        self._o_a = RawTensor(stored.data, stored.qtype, self._o_a_shape)
+        o_a = RawTensor(stored.data, stored.qtype, self._o_a_shape)
+        self._o_a = o_a if self.device.is_gpu else self.kept(o_a)
         if self.device.is_gpu:  # the compressors' own have the device's type, which rounds
             names = [f"{self.key}.{name}.position_bias" for name in ("compressor", "compressor.indexer")]
             self._biases = [
@@ -261,7 +273,7 @@ class KCompressedAttention(WrapperOperator):
         inner: Any = self.inner
         pool = self.config.require_pool()
         cos, sin = (part[0] for part in position_embeddings[inner.rope_layer_type])
-        rows = _Rows.of(forward_context)
+        rows = StepRows.of(forward_context)
         keys, _ = forward_context.cache.layer(self.layer_idx)
         residual = inner.q_a_norm(inner.q_a_proj(hidden_states))
         query = self._head_norm(inner.q_b_proj(residual).view(-1, self.head_dim))
@@ -327,7 +339,7 @@ class KCompressedAttention(WrapperOperator):
 
     def _entries(
         self,
-        rows: _Rows,
+        rows: StepRows,
         hidden_states: torch.Tensor,
         residual: torch.Tensor,
         cached: torch.Tensor,
@@ -348,7 +360,7 @@ class KCompressedAttention(WrapperOperator):
 
     def _chosen(
         self,
-        rows: _Rows,
+        rows: StepRows,
         hidden_states: torch.Tensor,
         residual: torch.Tensor,
         cached: torch.Tensor,
@@ -380,7 +392,7 @@ class KCompressedAttention(WrapperOperator):
         return chosen
 
     def _attend(
-        self, rows: _Rows, query: torch.Tensor, keys: torch.Tensor, entries: torch.Tensor, num_entries: torch.Tensor
+        self, rows: StepRows, query: torch.Tensor, keys: torch.Tensor, entries: torch.Tensor, num_entries: torch.Tensor
     ) -> torch.Tensor:
         """[T, heads, D]. Every row has a table of its own: first entries, then the tokens of its window."""
         inner: Any = self.inner

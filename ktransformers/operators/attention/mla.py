@@ -201,8 +201,8 @@ class KMLAAttention(WrapperOperator):
     def load(self, source: WeightSource) -> None:
         super().load(source)
         if self._split_infos(source) is not None:
-            self.k_b = source.tensor(f"{self.key}.k_b_proj.weight")
-            self.v_b = source.tensor(f"{self.key}.v_b_proj.weight")
+            self.k_b = self.kept(source.tensor(f"{self.key}.k_b_proj.weight"))
+            self.v_b = self.kept(source.tensor(f"{self.key}.v_b_proj.weight"))
         else:
             self._merged_info(source)
             merged = source.tensor(f"{self.key}.kv_b_proj.weight")

@@ -73,6 +73,7 @@ class KExpertLinear(Operator):
         if self.device.is_gpu:
             self._dense = dense_tensor(weight, self.device, self.config.require_pool())
             return
+        weight = self.kept(weight)
         self._matrices = [weight.rows_slice(rows * index, rows * (index + 1)) for index in range(count)]
 
     @override

@@ -186,8 +186,7 @@ def pass_context(module: nn.Module, inner: Iterable[nn.Module]) -> None:
 
 
 def probe_ids(vocab_size: int) -> torch.Tensor:
-    """Return the tokens of probes, int64 [PROBE_ROWS]: different ones, and the same in all probes, so that experts in
-    files are read for the first of them."""
+    """Return the tokens of probes, int64 [PROBE_ROWS], different ones."""
     return torch.arange(PROBE_ROWS) * max(vocab_size // PROBE_ROWS, 1)
 
 

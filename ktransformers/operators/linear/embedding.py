@@ -68,7 +68,7 @@ class KEmbedding(Operator):
         if self.inner is not None:
             DenseState(self.inner, self.key, self.device).load(source)
         else:
-            self._table = source.tensor(f"{self.key}.weight")
+            self._table = self.kept(source.tensor(f"{self.key}.weight"))
 
     @override
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:

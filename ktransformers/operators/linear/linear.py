@@ -133,7 +133,8 @@ class KTransformersLinear(Operator):
         is_fp8 = self._info(source).resident_type is OwnType.F8_E4M3
         stored = source.fp8(name) if is_fp8 else source.tensor(name)
         if not self.device.is_gpu:
-            self._weight = pack_matrix(stored, pool, self.products)
+            weight = pack_matrix(stored, pool, self.products)
+            self._weight = self.kept(weight) if isinstance(weight, RawTensor) else weight
         else:
             self._matrix = gpu_matrix(stored, self._bias, self.device, pool, self.is_dense_wanted)
 

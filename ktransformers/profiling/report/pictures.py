@@ -33,6 +33,7 @@ PART_COLORS = {
     "wait_cpu": "#e15759",
     "copy": "#7f6fd0",
     "wait_disk": "#a0522d",
+    "tower": "#17a2b8",
     "gpu": "#b8a1cf",
     "host": "#6c7686",
 }
@@ -83,6 +84,7 @@ def part_name(part: str) -> str:
         "wait_cpu": "wait for CPU",
         "wait_disk": "wait for disk",
         "lm_head": "LM head",
+        "tower": "tower for pictures",
         "gpu": "GPU, not timed by part",
     }.get(part, part.replace("_", " "))
 

@@ -3,9 +3,10 @@
     prompt_lookup.py   drafts what followed the last tokens where they stood before in the sequence
     engine_drafts.py   has the engine draft, by a model, and knows what that takes
     acceptance.py      how often draft tokens like these were accepted of late
-    looks.py           which sequences are looked at for draft tokens
     row_costs.py       what steps of so many rows take
-    planner.py         how many draft tokens each row of a step gets, so that it pays
+    choice.py          how many draft tokens each row of a step gets, so that it pays
+    account.py         whether draft tokens are looked for at all, by what they gained and cost of late
+    planner.py         looks for them, and learns from steps
 
 A draft token is accepted when it equals the token that is sampled there anyway: sampling depends on the seed and the
 position, and a row on nothing beside it. So drafting changes no answer, only how many steps it takes.

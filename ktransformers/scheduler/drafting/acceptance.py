@@ -16,6 +16,9 @@ _PRIOR_WEIGHT = 8.0
 _MODEL_PRIOR = 0.6
 """What is assumed of a draft token that a model has found, behind right ones."""
 
+_NEARLY = 0.01
+"""How far a rate has to move before chances are computed anew: they are asked for in every step."""
+
 
 class AcceptanceRates:
     """The share of draft tokens that were right, given that those before them in the draft were, by two keys.
@@ -33,25 +36,32 @@ class AcceptanceRates:
         else:
             self._rates = [[length / (length + 2.0) for length in range(max_match + 1)]]
         self._weights = [[_PRIOR_WEIGHT] * len(rates) for rates in self._rates]
+        self._used = [rates.copy() for rates in self._rates]  # those that chances were computed of
+        self._chances: dict[tuple[int, int], tuple[float, ...]] = {}
 
-    def add(self, match_len: int, was_right: bool, depth: int = 0) -> None:
-        """Note what became of a draft token behind a match of this length, at this place of its draft."""
-        at = match_len if match_len < self._max_match else self._max_match
-        rates, weights = self._rates[0], self._weights[0]
+    def add(self, match_len: int, was_right: bool, depth: int = 0, times: int = 1) -> None:
+        """Note what became of `times` draft tokens behind a match of this length, at this place of their draft."""
+        at, row = min(match_len, self._max_match), 0
         if self._max_depth:
-            rates, weights, at = self._rates[at], self._weights[at], min(depth, self._max_depth)
-        weights[at] = weight = min(weights[at] + 1.0, _LIFETIME)
-        rates[at] += (was_right - rates[at]) / weight
+            row, at = at, min(depth, self._max_depth)
+        rates, weights = self._rates[row], self._weights[row]
+        weights[at] = weight = min(weights[at] + times, _LIFETIME)
+        rates[at] = rate = rates[at] + (was_right - rates[at]) * times / weight
+        if abs(rate - self._used[row][at]) > _NEARLY:
+            self._used[row][at] = rate
+            self._chances.clear()
 
     def doubt(self) -> None:
         """Let what is learnt from now on count for more than what was: it has not been tried for long."""
         self._weights = [[min(weight, _PRIOR_WEIGHT) for weight in weights] for weights in self._weights]
 
-    def chances(self, match_len: int, count: int) -> list[float]:
-        """Return the chances that the first 1, 2, ... count draft tokens are all right."""
-        at = min(match_len, self._max_match)
-        if self._max_depth:
-            found, last = self._rates[at][:count], self._rates[at][-1]
-        else:  # a copy's match is longer by each right token
-            found, last = self._rates[0][at : at + count], self._rates[0][-1]
-        return list(accumulate(found + [last] * (count - len(found)), mul))
+    def chances(self, match_len: int, count: int) -> tuple[float, ...]:
+        """Return the chances that the first 1, 2, ... count draft tokens are all right, to about _NEARLY."""
+        found = self._chances.get((match_len, count))
+        if found is None:
+            at = min(match_len, self._max_match)
+            rates = self._used[at][:count] if self._max_depth else self._used[0][at : at + count]
+            last = self._used[at if self._max_depth else 0][-1]
+            rates = rates + [last] * (count - len(rates))
+            found = self._chances[match_len, count] = tuple(accumulate(rates, mul))
+        return found

@@ -8,7 +8,7 @@
             └────── match ──────┘ draft  └─ last tokens ─┘
 
 Answers repeat their prompts: code that is edited, documents that are quoted, tables, tool calls. Knows ids only. Where
-the last draft was right, the match is one token longer; where it was wrong, the places behind the same two tokens are
+the last draft was right, the match is longer; where it was wrong, the places behind the same two tokens are
 compared, which are kept in chains by a hash of these. Both take some microseconds, however long the sequence is.
 """
 
@@ -41,12 +41,12 @@ _LIKELY = 0.5
 """The chance of a draft token from which on it is worth waiting to see whether it is right."""
 
 
-def behind_next(chances: Sequence[float]) -> tuple[float, list[float]]:
+def behind_next(chances: Sequence[float]) -> tuple[float, tuple[float, ...]]:
     """Return what Drafter.later does, of a drafter that knows what comes next: of its chances, those behind the next
     token; none where that is hardly the drafted one."""
     if not chances or chances[0] <= _LIKELY:
-        return 1.0, []
-    return chances[0], [chance / chances[0] for chance in chances[1:]]
+        return 1.0, ()
+    return chances[0], tuple(chance / chances[0] for chance in chances[1:])
 
 
 class PromptLookup:
@@ -80,40 +80,44 @@ class PromptLookup:
         """Number of the sequence's tokens."""
         return len(self._ids) - self._num_predicted
 
-    def add(self, token_id: int) -> bool | None:
-        """Take the sequence's next token, see Drafter.add: whether it was as drafted counts."""
-        ids, was_right = self._ids, None
-        if self.match_len:
-            was_right = ids[self._next] == token_id
-            self._rates.add(self.match_len, was_right)
-        ids.append(token_id)
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Take the sequence's next tokens, see Drafter.extend. Behind the first wrong one nothing counts as drafted."""
+        ids, match_len, num = self._ids, self.match_len, len(token_ids)
+        num_right = self._took(token_ids) if match_len else 0
+        ids.extend(token_ids)
         self._link()
-        if was_right and ids[self._next + 1] < MEDIA_ID_BASE:
-            self._next += 1
-            self.match_len = min(self.match_len + 1, MAX_MATCH)
+        if match_len and num_right == num and ids[self._next + num] < MEDIA_ID_BASE:
+            self._next += num
+            self.match_len = min(match_len + num, MAX_MATCH)
         else:
             self._find()
-        return was_right
 
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """Take several tokens, see Drafter.extend."""
-        if self.match_len:
-            self._rates.add(self.match_len, self._ids[self._next] == token_ids[0])
-        self._ids.extend(token_ids)
-        self._link()
-        self._find()
+    def _took(self, token_ids: Sequence[int]) -> int:
+        """Learn how many of the next tokens, which are not among its own yet, are as drafted. Returns that number."""
+        ids, at, end, match_len, rates = self._ids, self._next, len(self._ids), self.match_len, self._rates
+        for num_right, token_id in enumerate(token_ids):
+            # Where a draft reaches the sequence's end it begins anew, see `draft`.
+            drafted = ids[at + num_right] if at + num_right < end else token_ids[at + num_right - end]
+            if drafted != token_id:
+                break
+        else:
+            num_right = len(token_ids)
+        single = min(num_right, MAX_MATCH - match_len)
+        for longer in range(single):
+            rates.add(match_len + longer, True)
+        if num_right > single:
+            rates.add(MAX_MATCH, True, times=num_right - single)
+        if num_right < len(token_ids) and drafted < MEDIA_ID_BASE:
+            rates.add(match_len + num_right, False)
+        return num_right
 
-    def chances(self, most: int) -> list[float]:
+    def chances(self, most: int) -> tuple[float, ...]:
         """Return the chances of the first tokens of `draft`, see Drafter.chances."""
-        return self._rates.chances(self.match_len, self._room(most)) if self.match_len else []
+        return self._rates.chances(self.match_len, self._room(most)) if self.match_len else ()
 
-    def later(self, most: int) -> tuple[float, list[float]]:
+    def later(self, most: int) -> tuple[float, tuple[float, ...]]:
         """Return the chances behind the next token, see Drafter.later."""
         return behind_next(self.chances(most + 1))
-
-    def copies(self, most: int) -> bool:
-        """Return True: no draft token is left to the engine, see Drafter.copies."""
-        return True
 
     def draft(self, most: int) -> list[int]:
         """Return `most` tokens that may come next, none without a match. Where they reach the sequence's end they begin

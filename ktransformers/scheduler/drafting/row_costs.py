@@ -1,10 +1,11 @@
-"""Learns what steps of decodes take by their rows, drafted ones among them. Reads no clock.
+"""Learns what steps of decodes take by their rows, plain ones and those with draft tokens. Reads no clock.
 
-Sizes are as in step_times.py, half powers of two. Of the last few times of each the second least counts: what else the
-machine does only ever adds to them, and a median of a busy moment would make draft tokens look cheap until steps
-without any are run again. So they are, now and then. Between sizes that were timed of late, steps take what lies on the
-line through both. Beyond the largest a row is taken to cost a little less than the last one did: sizes up to twice as
-large are tried where that would pay, a few times, and known from then on.
+A step is plain where nobody looked for draft tokens: those are what drafts have to pay for. Sizes are as in
+step_times.py, half powers of two, and are timed apart for both kinds. Of the last few times of each the second least
+counts: what else the machine does only ever adds to them, and a median of a busy moment would make draft tokens look
+cheap until plain steps are run again. So they are, now and then. Between sizes that were timed of late, steps take
+what lies on the line through both. Beyond the largest a row is taken to cost a little less than the last one did: sizes
+up to twice as large are tried where that would pay, a few times, and known from then on.
 
 Where steps are planned ahead, those with draft tokens are not: what they draw has to be known before the next step is
 planned, and so has what is drawn before they are planned. Meanwhile nothing is computed:
@@ -12,8 +13,8 @@ planned, and so has what is drawn before they are planned. Meanwhile nothing is 
     planned ahead      | step | step | step |
     with draft tokens  | step | -- | drafted | -- | step | step |
 
-How long that is, `wait`, is learnt from steps without draft tokens that begin behind one. It is no part of what rows
-take, and is added to what draft tokens do.
+How long that is, `wait`, is learnt from plain steps that begin behind one. It is no part of what rows take, and is
+added to what draft tokens do.
 """
 
 from __future__ import annotations
@@ -21,17 +22,23 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from statistics import fmean, median
+from operator import itemgetter
+from statistics import median
+from typing import TypeAlias
 
 from ktransformers.scheduler.step_times import pooled, size_of
 
-__all__ = ["DraftCost", "ObserveCost", "RowCosts"]
+__all__ = ["DraftCost", "RowCosts"]
 
 _KEPT = 7
 """Times of a size that count."""
 
+_TRIES = 4
+"""Steps with draft tokens of a size of whose times the least is the first that counts: where such steps are rare they
+find nothing in caches, and what seems slow is not tried again for long."""
+
 _REFRESH = 16
-"""Of a size that has enough times, the steps after which another one counts."""
+"""Of a size with draft tokens that has enough times, the steps after which another one counts."""
 
 _NEARLY = 0.02
 """The share by which what a size takes has to change before the line is drawn anew, which takes as long as planning
@@ -41,20 +48,24 @@ _LIFETIME, _WAIT_LIFETIME = 1024, 256
 """Steps after which the times of a size are forgotten, or what waiting took: contexts grow, loads change. What a bad
 moment made look slow is tried again then, and waits come with draft tokens only."""
 
-_NUM_OBSERVED = 64
-"""Steps with draft tokens of which it counts what showing an MTP layer all that was computed took."""
-
 _NUM_WAITS = 15
 """Times of waiting that count."""
 
 _LEAST_SHARE = 0.1
 """Of a step that waited, the share that is its own at least: waits were learnt of steps of other sizes, too."""
 
-_STALE = 32
-"""Steps after which steps without draft tokens have to be timed again, to be compared with."""
+_STALE = 64
+"""Steps after which plain ones have to be timed again, to be compared with."""
 
 _FIRST_SLOPE, _LATER_SLOPE = 0.1, 0.9
 """What a row more is assumed to add: of what a row takes, where nothing larger is known; of what the last one did."""
+
+
+_Size: TypeAlias = tuple[int, bool]
+"""The size of a step by its rows, and whether it had draft tokens."""
+
+_Time: TypeAlias = tuple[int, float, bool]
+"""Rows of a step, its seconds, and whether it waited."""
 
 
 class DraftCost:
@@ -78,82 +89,55 @@ class DraftCost:
         self.seconds = median(self._times)
 
 
-class ObserveCost:
-    """The seconds that keeping an MTP layer up to date takes for each step with draft tokens, 0 at first.
-
-    It is shown prompts and steps without draft tokens, too, which without drafting nobody would do. So all of that is
-    added up from one step with draft tokens to the next, as long as these follow each other soon. It is much behind a
-    prompt and little behind other steps: their mean counts.
-    """
-
-    def __init__(self) -> None:
-        self._times: deque[float] = deque([0.0] * _NUM_OBSERVED, _NUM_OBSERVED)  # a first prompt is no mean
-        self._since = self.seconds = 0.0
-
-    def add(self, seconds: float) -> None:
-        """Note what a step took longer to show the layer what it computed, or to run what had waited."""
-        self._since += seconds
-
-    def drafted(self, *, is_soon: bool) -> None:
-        """Note that a step had draft tokens. is_soon: after few others; else it is one that is tried now and then, and
-        what was shown around it says nothing of how it would go on."""
-        if is_soon:
-            self._times.append(self._since)
-            self.seconds = fmean(self._times)
-        self._since = 0.0
-
-
 class RowCosts:
     """The seconds of steps by their rows, 1 .. most_rows; larger steps are not kept. wait: the seconds by which the
     step behind one with draft tokens begins later than another one."""
 
     def __init__(self, most_rows: int) -> None:
-        self._times: dict[int, deque[tuple[int, float, bool]]] = {}  # by size: rows, seconds, whether it waited
+        self._times: dict[_Size, deque[_Time]] = {}
+        self._tries: dict[_Size, list[_Time]] = {}  # of sizes with draft tokens that are not known yet
         self._waits: deque[float] = deque(maxlen=_NUM_WAITS)
         self._plans_ahead, self.wait, self._waited_in = False, 0.0, 0
-        self._last: dict[int, int] = {}  # the step in which a size was last timed
-        self._most, self._num_steps, self._last_drafted = most_rows, 0, -_REFRESH
+        self._last: dict[_Size, int] = {}  # the step in which a size was last timed
+        self._most, self._num_steps = most_rows, 0
         self._sizes = [0, *map(size_of, range(1, most_rows + 1))]  # by rows
-        self._seconds: dict[int, float] = {}  # by size
-        self._drawn: list[float] = []  # by rows, as far as it is told
+        self._seconds: dict[_Size, float] = {}
+        self._drawn: list[float] = []  # by rows, as far as it can be told
         self._is_due = False  # it is to be drawn anew before it is used
-        self._least: dict[tuple[int, int, float], float] = {}
         self._losses: dict[int, list[float]] = {}
 
-    def skip(self, rows: int) -> int:
-        """Return how many steps without draft tokens, behind one of `rows` rows, need not be timed: of these enough is
-        known, and no draft tokens were run lately. They count as steps."""
-        times = self._times.get(self._sizes[rows], ()) if rows <= self._most else ()
-        if len(times) < _KEPT or self._num_steps - self._last_drafted < _REFRESH:
-            return 0
-        left = _REFRESH - 1 - self._num_steps % _REFRESH
-        self._num_steps += left
-        return left
+    def skip(self, num_steps: int) -> None:
+        """Count steps that were not timed."""
+        self._num_steps += num_steps
 
     def add(self, rows: int, seconds: float, *, is_ahead: bool = False, is_drafted: bool = False) -> None:
-        """Note what a step of `rows` rows took, from the end of the one before it.
+        """Note what a step of `rows` rows took, from the end of the one before it, without looking for draft tokens.
 
-        is_ahead: it was planned while another one was in flight. is_drafted: it had draft tokens.
+        is_ahead: it was planned while another one was in flight. is_drafted: it had draft tokens; else it was plain.
         """
         self._num_steps += 1
         if not 0 < rows <= self._most or seconds <= 0:
             return
         self._plans_ahead |= is_ahead
-        if is_drafted:
-            self._last_drafted = self._num_steps
-        size, has_waited = self._sizes[rows], self._plans_ahead and not is_ahead
+        size, has_waited = (self._sizes[rows], is_drafted), self._plans_ahead and not is_ahead
         if has_waited and not is_drafted:
             self._add_wait(size, seconds)
             return
-        times = self._times.get(size)
+        times, time = self._times.get(size), (rows, seconds, has_waited)
         if times is None:
+            if is_drafted:
+                tries = self._tries.setdefault(size, [])
+                tries.append(time)
+                if len(tries) < _TRIES:
+                    return
+                time = min(self._tries.pop(size), key=itemgetter(1))
             times = self._times[size] = deque(maxlen=_KEPT)
-        times.append((rows, seconds, has_waited))
+        times.append(time)
         self._last[size] = self._num_steps
-        if len(times) < _KEPT or self._num_steps % _REFRESH == 0:
+        if not is_drafted or len(times) < _KEPT or self._num_steps % _REFRESH == 0:
             self._is_due |= self._is_other(size, times) or self._num_steps % _WAIT_LIFETIME < _REFRESH
 
-    def _is_other(self, size: int, times: deque[tuple[int, float, bool]]) -> bool:
+    def _is_other(self, size: _Size, times: deque[_Time]) -> bool:
         """Whether what a size takes is no longer what the line was drawn with."""
         drawn = self._seconds.get(size, 0.0)
         return abs(self._usual(times) - drawn) > _NEARLY * drawn
@@ -168,29 +152,26 @@ class RowCosts:
                 self._waits.clear()
                 self.wait = 0.0
             self._drawn, self._is_due = self._redrawn(), False
-            self._forget_losses()
+            self._losses = {}
         return self._drawn
 
-    def _add_wait(self, size: int, seconds: float) -> None:
-        """Of a step without draft tokens that began behind a wait: how much longer it took than those of its size."""
+    def _add_wait(self, size: _Size, seconds: float) -> None:
+        """Of a plain step that began behind a wait: how much longer it took than those of its size."""
         alone = self._seconds.get(size) if self._line else None
         if alone is not None:
             self._waits.append(seconds - alone)
             self._waited_in = self._num_steps
             self.wait = max(median(self._waits), 0.0)
-            self._forget_losses()
-
-    def _forget_losses(self) -> None:
-        self._least, self._losses = {}, {}
+            self._losses = {}
 
     def knows(self, rows: int) -> bool:
-        """Whether steps of about so many rows were timed of late."""
-        return rows > 0 and rows < len(self._line) and self._sizes[rows] in self._times
+        """Whether plain steps of about so many rows were timed of late."""
+        return rows > 0 and rows < len(self._line) and (self._sizes[rows], False) in self._times
 
     def is_stale(self, rows: int) -> bool:
-        """Whether steps of about so many rows, of which `knows` is true, are to be timed again before others are
+        """Whether plain steps of about so many rows, of which `knows` is true, are to be timed again before others are
         compared with them."""
-        return self._num_steps - self._last[self._sizes[rows]] > _STALE
+        return self._num_steps - self._last[self._sizes[rows], False] > _STALE
 
     @property
     def most_rows(self) -> int:
@@ -202,7 +183,7 @@ class RowCosts:
         can be told; `knows` is true of `rows`. What other sizes took says what more rows add, not what these take:
         loads change meanwhile."""
         line = self._line
-        alone = self._seconds.get(self._sizes[rows], line[rows])
+        alone = self._seconds.get((self._sizes[rows], False), line[rows])
         return alone + line[rows + more] - line[rows] + (self.wait if more else 0.0)
 
     def losses(self, rows: int) -> list[float]:
@@ -215,18 +196,7 @@ class RowCosts:
             found = self._losses[rows] = [0.0, *found]
         return found
 
-    def least_chance(self, rows: int, most: int, margin: float) -> float:
-        """Return the chance that a draft token must have for any to pay beside so many rows, of which `knows` is true,
-        where there are up to `most`: answers are then `margin` times as fast in the mean, see planner.py. Kept as
-        `losses` are: most steps ask no more than this."""
-        losses, least = self.losses(rows), self._least.get((rows, most, margin))
-        if least is None:
-            more = rows * math.log(margin)
-            gains = [(more + loss) / num for num, loss in enumerate(losses[: most + 1]) if num]
-            least = self._least[rows, most, margin] = math.expm1(min(gains, default=1.0))
-        return least
-
-    def _usual(self, times: Iterable[tuple[int, float, bool]]) -> float:
+    def _usual(self, times: Iterable[_Time]) -> float:
         """The second least of the times of a size, without waiting; the least of two."""
         wait, least = self.wait, _LEAST_SHARE
         own = [max(seconds - wait, least * seconds) if has_waited else seconds for _, seconds, has_waited in times]
@@ -234,11 +204,11 @@ class RowCosts:
 
     def _redrawn(self) -> list[float]:
         """By rows, from 0 on; never less than for fewer rows."""
-        knots = []
         self._seconds = {size: self._usual(times) for size, times in self._times.items()}
-        for size, times in sorted(self._times.items()):
-            mean = sum(rows for rows, *_ in times) / len(times)
-            knots.append((mean, self._seconds[size], len(times)))
+        knots = sorted(
+            (sum(rows for rows, *_ in times) / len(times), self._seconds[size], len(times))
+            for size, times in self._times.items()
+        )
         known = pooled(knots)
         (before, alone), (largest, _) = known[0], known[-1]
         line, slope, at = [alone], _FIRST_SLOPE * alone / before, 0

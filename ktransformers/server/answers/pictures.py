@@ -9,15 +9,13 @@ reason to refuse the conversation: a text stands in its place.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 from ktransformers.errors import ConfigError, FieldError
-from ktransformers.media.fetching import data_of
+from ktransformers.media.fetching import base64_bytes, data_of
 from ktransformers.media.picture import ReadPicture
 from ktransformers.media.reader import ChildReader
 from ktransformers.server.answers.history import left_out
@@ -154,7 +152,7 @@ class RequestPictures:
             self._held += digests
 
     def _found(self, picture: UnreadPicture, reader: ChildReader) -> ReadPicture:
-        source = picture.source
+        source = picture.source.strip()  # as browsers take URLs
         found: ReadPicture | bytes
         if source[:5].lower() == "data:":
             found = data_of(source)
@@ -162,8 +160,8 @@ class RequestPictures:
             found = self._fetched(source, reader, picture.detail)
         else:
             try:
-                found = base64.b64decode("".join(source.split()), validate=True)
-            except (binascii.Error, ValueError) as error:
+                found = base64_bytes(source)
+            except ConfigError as error:
                 raise ConfigError(f"it is neither a URL nor base64: {error}") from error
         return reader.read(found, picture.detail) if isinstance(found, bytes) else found
 

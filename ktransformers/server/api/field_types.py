@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import (
@@ -25,6 +26,7 @@ __all__ = [
     "UnicodeText",
     "Whole",
     "are_ids",
+    "as_list",
     "few_stops",
     "quick_ids",
 ]
@@ -66,6 +68,16 @@ def _stop(stop: str | list[str]) -> str | list[str]:
     if not isinstance(stop, str) and not all(stop):
         raise ValueError("stop strings must not be empty")
     return stop
+
+
+def as_list(value: object, item: Mapping[str, str], key: str) -> object:
+    """Return a list, or null, as it is, and a text as a list of one `item` with the text under `key`. Raises
+    ValueError."""
+    if isinstance(value, str):
+        return [{**item, key: value}]
+    if value is not None and not isinstance(value, list):
+        raise ValueError("Input should be a valid string or a valid list")
+    return value
 
 
 def are_ids(value: object) -> bool:

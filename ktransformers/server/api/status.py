@@ -58,11 +58,12 @@ def _drafts(service: Service) -> dict[str, int | str] | None:
     }
 
 
-def _pictures(service: Service) -> dict[str, int] | None:
-    """Pictures that were read since the start; None where the loaded model reads none."""
+def _pictures(service: Service, totals: EngineTotals) -> dict[str, Any] | None:
+    """Pictures that were read and that the tower computed since the start; None where the loaded model reads none."""
     if not service.backend.is_ready or service.backend.model.no_pictures is not None:
         return None
-    return {"read": service.metrics.counts.pictures}
+    computed = {"computed": totals.num_tower_pictures, "tower_seconds": round(totals.tower_seconds, 4)}
+    return {"read": service.metrics.counts.pictures, **computed}
 
 
 def _experts(stats: BackendStats) -> dict[str, Any] | None:
@@ -127,7 +128,7 @@ def _status(service: Service) -> dict[str, Any]:
         "prefix": _prefix(stats),
         "tiers": stats.tiers if isinstance(stats, BalanceStats) else None,
         "drafts": _drafts(service),
-        "pictures": _pictures(service),
+        "pictures": _pictures(service, totals),
         "speed": speed,
         "memory": memory,
         "experts": _experts(stats),

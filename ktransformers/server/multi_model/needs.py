@@ -45,9 +45,9 @@ class ModelNeeds:
     {device: bytes} that are free now.
 
     cache_lens, chunk_size, uses_gpus: what was left to the plan. error: why it cannot run; all else is empty then.
-    ram_bytes: of the machine. expert_slots: bytes of RAM for experts that stay in files; 0: none do. They are
-    stored_experts bytes, of which RAM has to have least_slots. reserve: bytes that slots leave free where nobody says
-    how large they are.
+    ram_bytes: of the machine. expert_slots: bytes of RAM for experts where they stay in files, those of a model that
+    drafts included; 0: none of the model's own do. These experts are stored_experts bytes, of which RAM has to have
+    least_slots. reserve: bytes that slots leave free where nobody says how large they are.
     """
 
     nbytes: dict[str, int] = field(default_factory=dict)
@@ -142,7 +142,7 @@ def plan_needs(model: ToPlan) -> ModelNeeds:
     from ktransformers.engine.plan.dry_run import on_one_thread
     from ktransformers.engine.plan.hardware import Hardware
     from ktransformers.engine.plan.planning import Planner
-    from ktransformers.optimize.expert_slots import EXPERT_SLOTS, reserve_of, slot_bounds
+    from ktransformers.optimize.expert_slots import reserve_of
 
     try:
         opened = open_model(as_served(model.config))
@@ -157,7 +157,7 @@ def plan_needs(model: ToPlan) -> ModelNeeds:
     if misfit is not None:
         return ModelNeeds(error=misfit)
     nbytes = planned.plan.total_bytes
-    least, most = slot_bounds(planned.plan, opened.facts.top_k(), planned.beside)
+    slots, least, most = planned.expert_ram(opened.facts.top_k())
     placed = {entry.placement.generate_device for entry in planned.plan.entries}
     return ModelNeeds(
         nbytes=nbytes | {"cpu": nbytes.get("cpu", 0) + model.beside},
@@ -166,7 +166,7 @@ def plan_needs(model: ToPlan) -> ModelNeeds:
         cache_lens=planned.num_slots,
         chunk_size=planned.chunk_size,
         uses_gpus=bool(placed - {"cpu"}),
-        expert_slots=planned.plan.extra_bytes.get(EXPERT_SLOTS, {}).get("cpu", 0),
+        expert_slots=slots,
         stored_experts=most,
         least_slots=least,
         reserve=reserve_of(planned.plan.capacity["cpu"]),

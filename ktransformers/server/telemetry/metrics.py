@@ -114,6 +114,9 @@ class _BackendCollector(Collector):
             ("upload_bytes", "Copied to slots.", engine.hot_upload_bytes),
         ):
             yield self._counter(f"ktransformers:hot_expert_{name}", text, value)
+        pictures, seconds = engine.num_tower_pictures, engine.tower_seconds
+        yield self._counter("ktransformers:tower_pictures", "Pictures that the tower computed.", pictures)
+        yield self._counter("ktransformers:tower_seconds", "Time that the tower took for them.", seconds)
         for kind, what, counts in (
             ("expert", "experts", engine.stored),
             ("row", "rows of tables", engine.stored_rows),

@@ -14,7 +14,7 @@ from typing import Any
 from ktransformers.errors import ConversationError
 from ktransformers.tokenizer.reasoning import close_reasoning, open_reasoning
 from ktransformers.tokenizer.templates.calls import SpellCalls
-from ktransformers.tokenizer.templates.described import with_described_tools
+from ktransformers.tokenizer.templates.described import completed, with_described_tools
 from ktransformers.tokenizer.templates.effort import EFFORT_VARIABLES, nearest_effort
 from ktransformers.tokenizer.templates.fold import WHY, Folded, fold
 from ktransformers.tokenizer.templates.probe import PROBE_TOOLS, Prober, is_kept, sample
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 _WHY = {
     **WHY,
-    "tools": "it writes no tools: a system turn describes them, and how to call them",
+    "tools": "it does not write these tools: a system turn describes them, and how to call them",
 }
 
 
@@ -103,22 +103,32 @@ class TemplateTurns:
         Raises ConversationError when the template refuses it, folded or in the plainest form that there is.
         """
         asked = replace(asked, variables=self._variables(asked.variables))
-        is_described = bool(asked.tools) and not self.shows_tools
-        if asked.tools and is_described:
-            asked = replace(asked, messages=with_described_tools(asked.messages, asked.tools, self._spell), tools=None)
         refused: ConversationError | None = None
-        for folded in self._folded(asked):
-            for end in self._endings(folded.messages, asked.ending):
-                try:
-                    made = self._rendered(replace(asked, messages=folded.messages, ending=end))
-                except ConversationError as error:
-                    refused = refused or error
-                else:
-                    changes = (*(["tools"] if is_described else ()), *folded.changes)
-                    self._say(changes)
-                    return replace(made, changes=changes)
+        for shown, change in self._shown(asked):
+            for folded in self._folded(shown):
+                for end in self._endings(folded.messages, asked.ending):
+                    try:
+                        made = self._rendered(replace(shown, messages=folded.messages, ending=end))
+                    except ConversationError as error:
+                        refused = refused or error
+                    else:
+                        changes = (*change, *folded.changes)
+                        self._say(changes)
+                        return replace(made, changes=changes)
         assert refused is not None
         raise refused
+
+    def _shown(self, asked: Rendering) -> Iterator[tuple[Rendering, tuple[str, ...]]]:
+        """The request as it is, with the fields that tools may lack, and with tools in words; and the names of what
+        changes."""
+        tools = asked.tools
+        if not tools or self.shows_tools:
+            yield asked, ()
+        if not tools:
+            return
+        if self.shows_tools and (whole := completed(tools)) != list(tools):
+            yield replace(asked, tools=whole), ()
+        yield replace(asked, messages=with_described_tools(asked.messages, tools, self._spell), tools=None), ("tools",)
 
     @cached_property
     def shows_tools(self) -> bool:

@@ -33,6 +33,18 @@ _EXPERT = re.compile(
 _BY_MODALITY = ("ErnieFuseAndSplitTextVisionExperts",)
 _PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 
+_DEEPSEEK_V41 = (
+    *((r"^embed\.", "embed_tokens."), (r"^head\.", "lm_head."), (r"\.attn\.", ".self_attn."), (r"\.ffn\.", ".mlp.")),
+    *((rf"\.hc_{part}_{name}$", f".{part}_hc.{name}") for part in ("attn", "ffn") for name in ("fn", "base", "scale")),
+    *((r"\.attn_sink$", ".sinks"), (r"\.compressor\.norm\.", ".compressor.kv_norm."), (r"\.q_norm\.", ".q_a_norm.")),
+    *((rf"\.w{name}\.", f".{name}_proj.") for name in ("q_a", "q_b", "kv", "k", "o_a", "o_b")),
+    *((r"\.wgate\.", ".gate_proj."), (r"\.gate\.bias$", ".gate.e_score_correction_bias")),
+    *(
+        (rf"\.shared_experts\.w{i}\.", f".shared_experts.{part}_proj.")
+        for i, part in enumerate(("gate", "down", "up"), 1)
+    ),
+)
+"""Names of published tensors, and those of the modules in models/deepseek_v41."""
 
 _LANGUAGE = re.compile(r"(?:model\.)?(?:language|text)_model\.(?:(lm_head\.|backbone\.)|(?:model\.)?)")
 _TEXT = re.compile(r"(?:model\.(?:layers|embed_tokens|norm)|lm_head)\.")
@@ -195,7 +207,7 @@ class _Table:
 
 def _own_names(model_type: str) -> list[WeightRenaming | WeightConverter]:
     """For families whose experts modules are of another form here than in transformers
-    (models/fused_experts_adapter.py).
+    (models/fused_experts_adapter.py), or whose modules are of this package.
     """
     if model_type == "dbrx":
         parts = ["experts.mlp.w1", "experts.mlp.v1"]
@@ -203,6 +215,8 @@ def _own_names(model_type: str) -> list[WeightRenaming | WeightConverter]:
             WeightConverter(parts, "experts.gate_up_proj", operations=[Concatenate(dim=1)]),
             WeightConverter("experts.mlp.w2", "experts.down_proj", operations=[Transpose(1, 2)]),
         ]
+    if model_type == "deepseek_v41":
+        return [WeightRenaming(pattern, target) for pattern, target in _DEEPSEEK_V41]
     if model_type == "jetmoe":
         return [
             WeightRenaming("mlp.input_linear.weight", "mlp.experts.gate_up_proj"),

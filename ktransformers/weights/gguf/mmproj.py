@@ -1,8 +1,9 @@
 """A tower's weights in llama.cpp's projector file (mmproj-*.gguf), by the names that transformers has for them.
 
 One table for all towers: a block's modules by the last parts of their names, what is outside of blocks likewise. What
-the converter does beside renaming is undone here: Conv3d over two frames split in two, rows of queries and keys in the
-order of another rotary embedding, 1 added to Gemma's norm, some dimensions of size 1 dropped.
+the converter does beside renaming is undone here: Conv3d over two frames split in two, patches with their channels
+first, rows of queries and keys in the order of another rotary embedding, 1 added to Gemma's norm, some dimensions of
+size 1 dropped or added.
 """
 
 from __future__ import annotations
@@ -42,19 +43,43 @@ _IN_BLOCKS: Mapping[str, tuple[str, ...]] = {
     "ls1": ("lambda_1",),
     "ls2": ("lambda_2",),
 }
+_OWN_IN_BLOCKS: Mapping[str, Mapping[str, str]] = {
+    "gemma4v": {
+        "post_attention_layernorm": "attn_post_norm",
+        "pre_feedforward_layernorm": "ln2",
+        "post_feedforward_layernorm": "ffn_post_norm",
+    },
+}
+"""Of a type of projector: names that mean something else there."""
+
+_CHANNELS_LAST = ("gemma4v", "lfm2")
+"""Types of projectors whose patches have row, column and channel in transformers; files have the channel first."""
+
 _OUTSIDE: tuple[tuple[str, str], ...] = (
-    (r"patch_embed\.proj|patch_embedding(\.linear)?|patch_conv|patch_embeddings\.projection", "v.patch_embd"),
-    (r"pos_embed|position_embeddings?|positional_embedding_vlm", "v.position_embd"),
+    (
+        r"patch_embed\.proj|patch_embedding(\.linear)?|patch_conv|patch_embeddings\.projection|embeddings\.proj"
+        r"|patch_embedder\.input_proj",
+        "v.patch_embd",
+    ),
+    (r"pos_embed|position_embeddings?|positional_embedding_vlm|position_embedding_table", "v.position_embd"),
     (r"cls_token|class_embedding", "v.class_embd"),
-    (r"ln_pre|layernorm_pre", "v.pre_ln"),
+    (r"ln_pre|layernorm_pre|pre_layrnorm", "v.pre_ln"),
+    (r"post_conv_layernorm", "v.norm_embd"),
     (r"merger\.(ln_q|norm)|post_layernorm|layernorm_post|final_layernorm", "v.post_ln"),
     (r"merger\.mlp\.0|merger\.linear_fc1", "mm.0"),
     (r"merger\.mlp\.2|merger\.linear_fc2", "mm.2"),
     (r"vision_adapter\.mlp\.fc1", "mm.model.mlp.1"),
     (r"vision_adapter\.mlp\.fc2", "mm.model.mlp.2"),
-    (r"patch_merger\.merging_layer", "mm.patch_merger"),
+    (r"patch_merger\.merging_layer|visual\.downsample", "mm.patch_merger"),
+    (r"merger\.proj|modality_projection\.proj", "mm.model.fc"),
+    (r"merger\.post_projection_norm", "mm.post_norm"),
+    (r"merger\.gate_proj", "mm.gate"),
+    (r"merger\.up_proj", "mm.up"),
+    (r"merger\.down_proj", "mm.down"),
+    (r"vision_tower\.std_bias", "v.std_bias"),
+    (r"vision_tower\.std_scale", "v.std_scale"),
     (r"mm_soft_emb_norm", "mm.soft_emb_norm"),
-    (r"mm_input_projection", "mm.input_projection"),
+    (r"mm_input_projection|embed_vision\.embedding_projection", "mm.input_projection"),
     (r"multi_modal_projector\.norm|mm_projector\.pre_norm", "mm.input_norm"),
     (r"mm_projector\.in_proj", "mm.1"),
     (r"mm_projector\.out_proj", "mm.2"),
@@ -63,10 +88,20 @@ _PROJECTORS: Mapping[str, Mapping[str, str]] = {
     "internvl": {"layer_norm": "mm.model.mlp.0", "linear_1": "mm.model.mlp.1", "linear_2": "mm.model.mlp.3"},
     "llama4": {"linear_1": "mm.model.fc"},
     "pixtral": {"linear_1": "mm.1", "linear_2": "mm.2"},
+    "minimax_m3": {
+        "linear_1": "mm.1",
+        "linear_2": "mm.2",
+        "merge_linear_1": "mm.merger.fc1",
+        "merge_linear_2": "mm.merger.fc2",
+    },
+    "lfm2": {"layer_norm": "mm.input_norm", "linear_1": "mm.1", "linear_2": "mm.2"},
 }
 """Of multi_modal_projector: names that mean something else from projector to projector."""
 
-_BLOCK = re.compile(r".*\.(?:blocks|layers?)\.(?P<number>\d{1,9})\.(?:.*\.)?(?P<module>\w+)\.(?P<kind>weight|bias)")
+_BLOCK = re.compile(
+    r".*\.(?:blocks|layers?)\.(?P<number>\d{1,9})\.(?:.*\.)?(?P<module>(?!linear\.)\w+)(?:\.linear)?"
+    r"\.(?P<kind>weight|bias|(?:in|out)put_(?:min|max))"
+)
 _SCALE = re.compile(r".*\.layer\.(?P<number>\d{1,9})\.(?P<module>lambda_[12])")
 _DEEPSTACK = re.compile(
     r".*\.deepstack_merger_list\.(?P<number>\d{1,9})\.(?:linear_)?(?P<module>norm|fc1|fc2)\.(?P<kind>weight|bias)"
@@ -145,6 +180,9 @@ class MmprojSource:
         values = values.reshape(shape)
         if stored[0].startswith("mm.soft_emb_norm"):
             values = values - 1.0
+        if stored[0] == "v.patch_embd.weight" and self._projector in _CHANNELS_LAST:
+            side = math.isqrt(shape[1] // 3)
+            values = values.reshape(-1, 3, side, side).permute(0, 2, 3, 1).reshape(shape)
         if name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
             values = self._unpermuted(values)
         return values.to(dtype).contiguous()
@@ -154,6 +192,9 @@ class MmprojSource:
         if self._projector == "kimik25":  # pairs of one axis behind those of the other
             pairs = rows.reshape(self._heads, 2, -1, 2, *rows.shape[1:]).transpose(1, 2)
             return pairs.reshape(self._heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+        if self._projector == "minimax_m3":
+            order = _by_halves(len(rows) // self._heads)
+            return rows.reshape(self._heads, -1, *rows.shape[1:])[:, order.argsort()].reshape(rows.shape)
         if self._projector == "pixtral" and not self._is_ollamas:
             return rows.reshape(self._heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
         return rows
@@ -179,7 +220,8 @@ class MmprojSource:
             yield from self._outside(name)
 
     def _of_block(self, name: str, block: re.Match[str]) -> Iterator[tuple[str, ...]]:
-        prefix, kind, part = f"v.blk.{block['number']}.", block["kind"], _of_block(block["module"])
+        prefix, kind, module = f"v.blk.{block['number']}.", block["kind"], block["module"]
+        part = _OWN_IN_BLOCKS.get(self._projector, {}).get(module) or _of_block(module)
         if part in ("ffn_up", "ffn_down") and f"{prefix}ffn_gate.{kind}" not in self._model.tensors:
             up, width = self._shape(f"{prefix}ffn_up.weight"), self._shape(f"{prefix}attn_out.weight")[:1]
             if up[:1] == width != up[1:]:  # older converters wrote them under each other's names
@@ -217,6 +259,14 @@ class MmprojSource:
     def _is_third(name: str, stored: Sequence[str]) -> bool:
         """Whether a parameter is a third of what is stored, for queries, keys and values."""
         return _module(name) in _THIRDS and ".attn_qkv." in stored[0]
+
+
+def _by_halves(head: int) -> torch.Tensor:
+    """Return the order in which the converter writes rows of a head of MiniMax-M3 (int64 [head]): of each axis of three
+    the two rotated halves together, where transformers has the first halves of all axes and then the second ones."""
+    half = (head // 2) * 2 // 3 // 2
+    axes = [range(start + at * half, start + (at + 1) * half) for at in range(3) for start in (0, 3 * half)]
+    return torch.tensor([*(row for rows in axes for row in rows), *range(6 * half, head)])
 
 
 def _module(name: str) -> str:

@@ -42,7 +42,35 @@ from tests.support.pictures.towers import encoder_over, save_picture, tiny_with_
 MEAN, STD = [0.5, 0.25, 0.125], [0.5, 0.25, 0.75]
 """As the files have them."""
 
-_ALL = {**FAMILIES, "qwen3_vl_moe": FAMILIES["qwen3_vl"], **TORCHVISION_FAMILIES}
+_GLM5 = {"image_processor_type": "Glm5NextImageProcessor", "patch_size": 14, "merge_size": 2}
+_LFM2 = {"image_processor_type": "Lfm2VlImageProcessor"}
+_MINIMAX = {"image_processor_type": "MiniMaxM3VLImageProcessor"}
+_ALL = {
+    **FAMILIES,
+    **TORCHVISION_FAMILIES,
+    "qwen3_vl_moe": FAMILIES["qwen3_vl"],
+    "glm4v_moe": FAMILIES["glm46v"],
+    "glm5_next": replace(FAMILIES["glm46v"], processor="Glm5NextProcessor", image=_GLM5),
+    "lfm2_vl": replace(
+        FAMILIES["glm46v"],
+        processor="Lfm2VlProcessor",
+        image=_LFM2,
+        tokens=("<|im_start|>", "<|im_end|>", "<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"),
+        config_token="<image>",
+        writes="<image>",
+    ),
+    "minimax_m3_vl": replace(
+        FAMILIES["glm46v"],
+        processor="MiniMaxM3VLProcessor",
+        image=_MINIMAX,
+        tokens=(
+            *("<|im_start|>", "<|im_end|>", "]<]image[>[", "]<]video[>[", "]<]start of image[>["),
+            "]<]end of image[>[",
+        ),
+        config_token="]<]image[>[",
+        writes="]<]image[>[",
+    ),
+}
 ONE_OF_EACH = {kind: name for name, kind in reversed(PROJECTOR_OF.items())}.values()
 _TEXTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_vl": ("qwen3", "qwen3vl", {}),
@@ -51,6 +79,8 @@ _TEXTS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "gemma3",
         {"layer_types": ["sliding_attention"] * 2, "query_pre_attn_scalar": 16},  # as such a file has them
     ),
+    "glm4v_moe": ("glm4_moe", "glm4moe", {"use_qk_norm": False}),
+    "idefics3": ("llama", "llama", {}),
 }
 
 
@@ -60,6 +90,8 @@ def family_of(name: str) -> PictureFamily:
     image = {**family.image, "image_mean": MEAN, "image_std": STD}
     if name.startswith("qwen3"):
         image["size"] = {"shortest_edge": 8 * 32**2, "longest_edge": 4096 * 32**2}
+    if name == "glm4v_moe":  # whose processor counts two frames
+        image["size"] = {"shortest_edge": 2 * 8 * 28**2, "longest_edge": 2 * 4096 * 28**2}
     return replace(family, image=image, settings={"image_seq_length": 4} if name == "gemma3" else family.settings)
 
 
@@ -91,7 +123,7 @@ def both(name: str, folder: Path) -> tuple[Path, Path, PreTrainedModel]:
     files.mkdir()
     write_mmproj(files / "mmproj-F32.gguf", model, name, whole)
     text = as_text(model, text_type)
-    sections = (4, 2, 2) if name.startswith("qwen") else ()
+    sections = (4, 2, 2) if name.startswith(("qwen", "glm")) else ()
     written = vocabulary(family)
     return whole, write_gguf(text, files / "model.gguf", arch=arch, sections=sections, vocabulary=written), model
 
@@ -105,6 +137,7 @@ def as_text(model: PreTrainedModel, text_type: str) -> PreTrainedModel:
     return text
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of GLM's processor with tensors
 @pytest.mark.parametrize("name", _TEXTS)
 def test_answers_are_those_of_the_composite(name: str, tmp_path: Path) -> None:
     whole, gguf, model = both(name, tmp_path)
@@ -195,6 +228,27 @@ def test_pixels_that_a_file_names(bounds: dict[str, int], found: tuple[int, int]
         else:
             size = mmproj_processor(file).image["size"]
             assert size == {"shortest_edge": found[0] * 32 * 32, "longest_edge": found[1] * 32 * 32}
+
+
+@pytest.mark.parametrize(
+    ("kind", "bounds", "image"),
+    [
+        ("glm4v", {}, {"size": {"shortest_edge": 2 * 8 * 1024, "longest_edge": 2 * 4096 * 1024}}),  # of two frames
+        ("glm5v", {}, {"min_image_tokens": 16, "max_image_tokens": 8000}),
+        ("glm5v", {"min": 32, "max": 100}, {"min_image_tokens": 32, "max_image_tokens": 100}),
+        ("minimax_m3", {}, {"size": {"shortest_edge": 8 * 1024, "longest_edge": 576 * 1024}}),
+        ("idefics3", {}, {"size": {"longest_edge": 768}, "max_image_size": {"longest_edge": 768}}),
+        ("gemma4v", {}, {"patch_size": 16, "pooling_kernel_size": 3}),
+        ("lfm2", {}, {"encoder_patch_size": 16, "downsample_factor": 2}),
+    ],
+)
+def test_sizes_of_other_projectors(kind: str, bounds: dict[str, int], image: dict[str, object]) -> None:
+    metadata = {
+        "clip.projector_type": kind, "clip.vision.patch_size": 16, "clip.vision.image_size": 768,
+        **{f"clip.vision.image_{end}_pixels": count * 32 * 32 for end, count in bounds.items()},
+    }  # fmt: skip
+    found = mmproj_processor(metadata).image
+    assert {key: found[key] for key in image} == image
 
 
 def test_a_vocabulary_without_the_token_of_pictures(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,9 +14,7 @@ from transformers import AutoModelForCausalLM
 from ktransformers.core import Constraint, ConstraintKind, SamplingParams
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.sequence.outputs import RequestOutput
-from ktransformers.scheduler.drafting.planner import DraftPlanner
-from ktransformers.scheduler.drafting.prompt_lookup import PromptLookup
-from ktransformers.scheduler.drafting.row_costs import RowCosts
+from tests.support.engines.drafter_steps import draft_in_every_step
 from tests.support.models.demo import DEMO_CHECKPOINT
 
 QUESTIONS = [
@@ -71,14 +69,7 @@ def answers(speculative: str) -> dict[str, list[RequestOutput]]:
 
 def test_it_is_right_and_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three tokens are drafted in each step, by the layer alone: what is counted does not depend on time."""
-    add = RowCosts.add
-    monkeypatch.setattr(RowCosts, "add", lambda self, rows, seconds, **kinds: add(self, rows, 1.0, **kinds))
-    monkeypatch.setattr(PromptLookup, "chances", lambda self, most: [])
-
-    def counts(self: DraftPlanner, chances: list[list[float]], costly: list[bool]) -> tuple[list[int], float]:
-        return [len(one) * self._costs.knows(len(chances)) for one in chances], 1.0
-
-    monkeypatch.setattr(DraftPlanner, "_counts", counts)
+    draft_in_every_step(monkeypatch)
     plain, drafted = answers("off"), answers("mtp")
     for way in WAYS:
         for one, other in zip(plain[way], drafted[way], strict=True):

@@ -14,7 +14,7 @@ from ktransformers.core import SamplingParams
 from ktransformers.engine.load.builder import Engine, build_engine, plan_model
 from ktransformers.errors import ConfigError, UnsupportedError
 from ktransformers.scheduler.drafting.prompt_lookup import PromptLookup
-from ktransformers.scheduler.drafting.row_costs import RowCosts
+from tests.support.engines.drafter_steps import equal_steps
 from tests.support.engines.paged_loop import Answer, PagedLoop, scheduler_config
 from tests.support.models.recurrent_models import recurrent_model
 from tests.support.models.tiny_models import VOCAB_SIZE, tiny_model, write_safetensors
@@ -33,9 +33,8 @@ PLAIN = 4
 @pytest.fixture(autouse=True)
 def steady(monkeypatch: pytest.MonkeyPatch) -> None:
     """All steps take the same, whatever else the machine does: as many are drafted as may be."""
-    add = RowCosts.add
-    monkeypatch.setattr(RowCosts, "add", lambda self, rows, seconds, **kinds: add(self, rows, 1.0, **kinds))
-    monkeypatch.setattr(PromptLookup, "chances", lambda self, most: [])  # nothing is copied
+    equal_steps(monkeypatch)
+    monkeypatch.setattr(PromptLookup, "chances", lambda self, most: ())  # nothing is copied
 
 
 @pytest.fixture(scope="module")

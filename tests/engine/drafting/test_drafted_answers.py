@@ -17,7 +17,7 @@ from ktransformers.core import Constraint, ConstraintKind, SamplingParams
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import build_engine
 from ktransformers.engine.sequence.outputs import RequestOutput
-from ktransformers.scheduler.drafting.row_costs import RowCosts
+from tests.support.engines.drafter_steps import equal_steps
 from tests.support.engines.known_drafts import KnownDrafts, answers_of, told
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
 from tests.support.models.latent_models import latent_model
@@ -105,8 +105,7 @@ def test_the_bundled_model_says_the_same_with_drafts_and_without(
     speculative: str, plain: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By prompt lookup, and by a draft model, which is the same one."""
-    add = RowCosts.add  # all steps take the same, whatever else the machine does
-    monkeypatch.setattr(RowCosts, "add", lambda self, rows, seconds, **kinds: add(self, rows, 1.0, **kinds))
+    equal_steps(monkeypatch)
     drafted = outputs(speculative, bundled_model("") if speculative == "draft" else None)
     for one, other in zip(plain, drafted, strict=True):
         assert (one.token_ids, one.text, one.logprobs) == (other.token_ids, other.text, other.logprobs)

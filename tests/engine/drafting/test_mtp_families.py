@@ -15,7 +15,7 @@ import torch
 from ktransformers.core import SamplingParams
 from ktransformers.errors import UnsupportedError
 from ktransformers.scheduler.drafting.planner import DraftPlanner
-from tests.support.engines.drafter_steps import draft_in_every_step
+from tests.support.engines.drafter_steps import draft_in_every_step, equal_steps
 from tests.support.engines.mtp_engines import Watched, check_drafts, check_engine, engine_of, loop_of
 from tests.support.models.latent_models import LATENT_TYPES, latent_model
 from tests.support.models.mtp_families import FAMILIES, GGUF_FAMILIES, tiny_family, write_family, write_family_gguf
@@ -65,10 +65,13 @@ def test_several_layers_draft_a_token_each(tmp_path: Path, monkeypatch: pytest.M
     """And the last of them all that are behind. Most steps want one token, so that the others wait for long."""
     tiny, steps = tiny_family("mimo_v2_flash"), itertools.count()
 
-    def counts(self: DraftPlanner, chances: list[list[float]], costly: Sequence[bool]) -> tuple[list[int], float]:
+    def counts(
+        self: DraftPlanner, chances: Sequence[tuple[float, ...]], costly: Sequence[bool]
+    ) -> tuple[list[int], float]:
         most = 1 if next(steps) % 45 else 5
         return [min(len(one), most) * self._costs.knows(len(chances)) for one in chances], 1.0
 
+    equal_steps(monkeypatch)
     monkeypatch.setattr(DraftPlanner, "_counts", counts)
     with engine_of(write_family(tiny, tmp_path), speculative_tokens=5) as engine:
         watched, loop = Watched(engine, monkeypatch), loop_of(engine)

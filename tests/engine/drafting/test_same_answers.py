@@ -18,7 +18,7 @@ from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import Engine, build_engine
 from ktransformers.engine.sequence.outputs import RequestOutput
 from ktransformers.engine.step.executor import PagedExecutor
-from ktransformers.scheduler.drafting.row_costs import RowCosts
+from tests.support.engines.drafter_steps import equal_steps
 from tests.support.engines.known_drafts import told
 from tests.support.engines.paged_loop import PagedLoop, scheduler_config
 from tests.support.models.assistant_models import TARGETS, tiny_assistant, write_assistant
@@ -44,8 +44,7 @@ PARAMS: list[dict[str, Any]] = [
 @pytest.fixture(autouse=True)
 def steady(monkeypatch: pytest.MonkeyPatch) -> None:
     """All steps take the same: as much is drafted as may be, on any machine."""
-    add = RowCosts.add
-    monkeypatch.setattr(RowCosts, "add", lambda self, rows, seconds, **kinds: add(self, rows, 1.0, **kinds))
+    equal_steps(monkeypatch)
 
 
 @contextmanager

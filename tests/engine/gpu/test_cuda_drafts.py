@@ -21,8 +21,8 @@ from ktransformers.optimize.machine import detect_machine
 from ktransformers.scheduler.drafting import planner
 from ktransformers.scheduler.drafting.acceptance import AcceptanceRates
 from ktransformers.scheduler.drafting.prompt_lookup import MAX_MATCH
-from ktransformers.scheduler.drafting.row_costs import RowCosts
 from tests.support.engines.cuda_engines import check, engine_of
+from tests.support.engines.drafter_steps import equal_steps
 from tests.support.engines.gpu_engines import EXPERTS_ON_CPU, EXPERTS_ON_GPU, rules_of
 from tests.support.gguf.writer import write_gguf
 from tests.support.models.agreement import prompt
@@ -73,8 +73,8 @@ def answered(speculative: str) -> RequestOutput:
 def test_drafts_of_an_answer_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """By itself, without --speculative ngram. A near tie may end in another token, behind which none is right."""
     want = answered("off").token_ids
-    add, rates = RowCosts.add, AcceptanceRates(MAX_MATCH)
-    monkeypatch.setattr(RowCosts, "add", lambda costs, rows, seconds, **kinds: add(costs, rows, 1.0, **kinds))
+    rates = AcceptanceRates(MAX_MATCH)
+    equal_steps(monkeypatch)
     drafts = [*range(40, 60), *want]
     monkeypatch.setattr(planner, "PromptLookup", lambda ids, *args: KnownDrafter(ids, rates, drafts))
     got = answered("auto")

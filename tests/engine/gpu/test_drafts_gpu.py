@@ -27,8 +27,8 @@ from ktransformers.kernels.transfer.async_cpu_experts import AsyncCpuExperts
 from ktransformers.scheduler.drafting import planner
 from ktransformers.scheduler.drafting.acceptance import AcceptanceRates
 from ktransformers.scheduler.drafting.prompt_lookup import MAX_MATCH
-from ktransformers.scheduler.drafting.row_costs import RowCosts
 from ktransformers.scheduler.records import StepPlan, StepResult
+from tests.support.engines.drafter_steps import equal_steps
 from tests.support.engines.fake_gpus import FakeGraphs, fake_hardware
 from tests.support.engines.gpu_engines import sequence_start, step_row
 from tests.support.engines.known_drafts import KnownDrafts, answers_of
@@ -207,8 +207,8 @@ def test_answers_of_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     want, num_accepted = answered(path, params, prompt, speculative="off")
     assert num_accepted == 0
-    add, rates = RowCosts.add, AcceptanceRates(MAX_MATCH)
-    monkeypatch.setattr(RowCosts, "add", lambda costs, rows, seconds, **kinds: add(costs, rows, 1.0, **kinds))
+    rates = AcceptanceRates(MAX_MATCH)
+    equal_steps(monkeypatch)
     monkeypatch.setattr(planner, "PromptLookup", lambda ids, *args: KnownDrafter(ids, rates, [*prompt, *want]))
     got, num_accepted = answered(path, params, prompt, speculative_tokens=2)
     assert got == want

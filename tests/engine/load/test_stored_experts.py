@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from ktransformers.convert.pack_model import pack_model
 from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
 from ktransformers.engine.load.builder import Hardware, build_engine, plan_model
+from ktransformers.engine.verify import self_check
 from ktransformers.errors import CapacityError, ConfigError, EngineError, UnsupportedError, WeightError
 from ktransformers.kernels.cpu import ExpertStore
 from ktransformers.kernels.types import QuantType
@@ -279,6 +281,40 @@ def test_a_profile_marks_a_step_that_failed(demo: Path, expected: list[list[int]
     assert (tokens["experts"] >= 0).all()
     write_report(profile, tmp_path / "report.html")
     assert "steps that failed" in (tmp_path / "report.html").read_text()
+
+
+@pytest.fixture
+def wide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
+    """A model of 4 times 32 experts, alike in all layers, of which nothing is filled in the background."""
+    monkeypatch.setattr(ExpertStore, "fill", lambda store, scores=None, wait=False: None)
+    model = tiny_model("qwen3_moe", hidden=256, layers=4, num_experts=32, moe_intermediate_size=256)
+    write_gguf(model, tmp_path / "model.gguf", QuantType.Q8_0, QuantType.Q8_0)
+    return EngineConfig(gguf_path=tmp_path / "model.gguf", cpu_infer=1, cache_lens=64, experts_from="disk")
+
+
+def test_loading_reads_a_few_experts(wide: EngineConfig) -> None:
+    """Eight for the comparison of layers, and eight for that of steps; none is a use of it."""
+    with closing(build_engine(wide)) as engine:
+        assert engine.expert_files is not None
+        store = engine.expert_files.store
+        stats, record = store.stats(), store.layout(0).nbytes
+        assert stats.num_records == 128
+        assert 2 * 8 * record <= stats.bytes_read <= 2 * 8 * (record + 3 * 8192)  # in whole blocks
+        assert (stats.hits, stats.misses, stats.waited_seconds) == (0, 0, 0)
+        assert store.handle._held() == []
+
+
+def test_what_is_compared_with_transformers_reads_its_own_experts(
+    wide: EngineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(self_check, "is_tested", lambda facts: False)
+    with closing(build_engine(wide)) as engine:
+        assert "self check: qwen3_moe as transformers computes it" in caplog.text
+        assert engine.expert_files is not None
+        stats = engine.expert_files.store.stats()
+        assert stats.misses > 8
+        assert engine.expert_files.store.handle._held() == []
 
 
 def test_the_next_start_begins_with_what_was_used_most(

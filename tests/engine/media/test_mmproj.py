@@ -16,7 +16,7 @@ from ktransformers.engine.model.opened import OpenedModel, open_model
 from ktransformers.engine.model.tower import OpenedTower, open_mmproj
 from ktransformers.errors import ConfigError, FormatError, TensorMismatchError, UnsupportedError
 from ktransformers.kernels.cpu import WorkerPool
-from ktransformers.models.gguf.mmproj import composite_from_mmproj
+from ktransformers.models.gguf.mmproj import composite_from_mmproj, projector_of
 from ktransformers.operators.exact import NativeMathMode
 from ktransformers.weights.gguf.file import open_gguf
 from ktransformers.weights.gguf.mmproj import mmproj_beside
@@ -31,7 +31,13 @@ TEXTS = {
     "gemma3": ("gemma3_text", "gemma3"),
     "kimi_k25": ("deepseek_v3", "deepseek2"),
 }
-AS_TEXT = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
+AS_TEXT = {
+    "qwen2_vl": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
+    "glm4v_moe": "glm4_moe",
+}
 SECTIONS = [4, 2, 2]
 
 
@@ -184,6 +190,12 @@ def test_other_projectors(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
         assert opened(path).tower is None
     assert "no pictures: " in caplog.text
     assert "'ldpv2'" in caplog.text
+
+
+@pytest.mark.parametrize("key", ["clip.projector_type", "clip.audio.projector_type"])
+def test_one_for_sound(key: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"for sound, which no model takes here"):
+        projector_of({"general.architecture": "clip", key: "ultravox"})
 
 
 def test_one_of_another_model(tmp_path: Path) -> None:

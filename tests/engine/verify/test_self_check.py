@@ -38,6 +38,7 @@ from tests.support.models.tiny_models import (
     tiny_model,
     write_safetensors,
 )
+from tests.support.oracles.deepseek_v41 import MODEL_TYPE as WITH_AN_ORACLE
 
 
 def load(folder: Path, **settings: Any) -> StaticEngine:
@@ -57,6 +58,7 @@ def _all_untested(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixt
 def test_the_list_is_what_the_tests_of_models_cover() -> None:
     covered = {*TYPES, *WINDOWED_TYPES, *UNROTATED_TYPES, *SCALED_ROPES, *WHOLE_TYPES, *RECURRENT_TYPES, *POOLED_TYPES}
     covered |= {model_type for model_type, _ in CASES.values()}
+    covered.add(WITH_AN_ORACLE)
     assert covered == registry.TESTED_TYPES
 
 

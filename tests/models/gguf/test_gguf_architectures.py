@@ -287,6 +287,9 @@ def test_blocks_of_prediction_are_left_aside(model_type: str, tmp_path: Path) ->
     extra = [name for name in opened.tensors if name.startswith(f"blk.{config.num_hidden_layers}.")]
     assert len(extra) == 3
     check_whole_model(GGUFSource(opened, facts), model)
+    own = {name: tensor.shape for name, tensor in opened.tensors.items() if name not in extra}
+    without = config_from_gguf(opened.metadata, own)  # of a checkpoint that left them out: counted all the same
+    assert without.num_hidden_layers == config.num_hidden_layers
 
 
 def test_longrope_of_phi3(tmp_path: Path) -> None:

@@ -169,6 +169,14 @@ def test_blocks_for_multi_token_prediction_are_left_aside(tmp_path: Path) -> Non
     assert all(one.startswith("blk.4.") and source.ignorable(one) for one in left)
 
 
+def test_a_width_of_what_nothing_rotates_is_left_aside(tmp_path: Path) -> None:
+    """llama.cpp's converter of Nemotron-H divides the hidden size by the heads for it, which are of another width."""
+    wanted = random_model(recurrent_config("nemotron_h", head_dim=32), seed=5)
+    file = open_gguf(write_recurrent_gguf(wanted, tmp_path / "m.gguf"))
+    assert file.metadata["nemotron_h_moe.rope.dimension_count"] == 16
+    assert config_of_model(file).head_dim == 32
+
+
 def test_heads_that_the_file_has_not_are_refused(tmp_path: Path) -> None:
     wanted = random_model(recurrent_config("qwen3_5_text"), seed=6)
     file = open_gguf(write_recurrent_gguf(wanted, tmp_path / "m.gguf"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from ktransformers.scheduler.drafting.acceptance import AcceptanceRates
@@ -10,8 +12,8 @@ from ktransformers.scheduler.drafting.row_costs import RowCosts
 
 def test_at_first_longer_matches_are_believed_more() -> None:
     rates = AcceptanceRates(16)
-    assert rates.chances(2, 3) == [0.5, 0.5 * 3 / 5, 0.5 * 3 / 5 * 4 / 6]
-    assert rates.chances(16, 2) == [16 / 18, (16 / 18) ** 2]  # no longer ones are told apart
+    assert rates.chances(2, 3) == (0.5, 0.5 * 3 / 5, 0.5 * 3 / 5 * 4 / 6)
+    assert rates.chances(16, 2) == (16 / 18, (16 / 18) ** 2)  # no longer ones are told apart
 
 
 def test_what_came_decides_before_long() -> None:
@@ -19,9 +21,9 @@ def test_what_came_decides_before_long() -> None:
     for _ in range(500):
         rates.add(2, False)
         rates.add(3, True)
-    assert rates.chances(2, 1)[0] < 0.01
-    assert rates.chances(3, 1)[0] > 0.99
-    assert rates.chances(4, 1) == [4 / 6]
+    assert rates.chances(2, 1)[0] < 0.02
+    assert rates.chances(3, 1)[0] > 0.98
+    assert rates.chances(4, 1) == (4 / 6,)
     for _ in range(600):
         rates.add(2, True)
     assert rates.chances(2, 1)[0] > 0.9  # what was long ago is forgotten
@@ -30,7 +32,19 @@ def test_what_came_decides_before_long() -> None:
 def test_rates_are_means_of_a_sliding_weight() -> None:
     rates = AcceptanceRates(16)
     rates.add(2, True)  # 0.5 worth 8, and one more
-    assert rates.chances(2, 1) == [pytest.approx((0.5 * 8 + 1) / 9)]
+    assert rates.chances(2, 1) == (pytest.approx((0.5 * 8 + 1) / 9),)
+    rates.add(2, True, times=3)  # three more at once
+    assert rates.chances(2, 1) == (pytest.approx((0.5 * 8 + 4) / 12),)
+
+
+def test_chances_are_computed_anew_where_rates_have_moved() -> None:
+    rates = AcceptanceRates(16)
+    rates.add(2, True, times=248)
+    before = rates.chances(2, 2)
+    rates.add(2, True)  # by less than a hundredth of a token
+    assert rates.chances(2, 2) is before
+    rates.add(3, False)  # of 4 that were wrong in 8, one more
+    assert rates.chances(2, 2) == (before[0], pytest.approx(before[0] * (8 * 3 / 5) / 9))
 
 
 def test_times_between_and_beyond_those_that_were_seen() -> None:
@@ -83,43 +97,74 @@ def test_sizes_that_were_not_timed_for_long_are_forgotten() -> None:
     assert not costs.knows(3)
 
 
-def test_how_likely_a_draft_token_must_be() -> None:
+def test_what_draft_tokens_lose() -> None:
+    costs = RowCosts(4)
+    for rows, seconds in ((1, 10.0), (2, 15.0), (4, 40.0)):
+        costs.add(rows, seconds)
+    # 1.5, 2.75 and 4 times as long; of two answers beside each other, 27.5 / 15 and 40 / 15
+    assert costs.losses(1) == pytest.approx([0.0, math.log(1.5), math.log(2.75), math.log(4)])
+    assert costs.losses(2) == pytest.approx([0.0, 2 * math.log(27.5 / 15), 2 * math.log(40 / 15)])
+    assert costs.losses(4) == [0.0]  # no more than four rows are ever run
+
+
+def test_a_size_is_known_once_the_least_of_four_tries_is() -> None:
+    """The first steps with draft tokens of a size are slow, and where they are rare others are for long."""
     costs = RowCosts(4)
     costs.add(1, 10.0)
-    costs.add(2, 15.0)
-    costs.add(4, 40.0)
-    # at most (1 + c) / 15 against 1 / 10; with two more (1 + c)^2 / 27.5, with three (1 + c)^3 / 40
-    assert costs.least_chance(1, 9, 1.0) == pytest.approx(0.5)
-    assert costs.least_chance(1, 9, 1.2) == pytest.approx((1.2 * 4) ** (1 / 3) - 1)
-    costs = RowCosts(4)
+    for seconds in (40.0, 21.0, 30.0):
+        costs.add(2, seconds, is_drafted=True)
+        assert costs.seconds(1, 1) == pytest.approx(10.9)  # still what is assumed
+    costs.add(2, 20.0, is_drafted=True)
+    assert costs.seconds(1, 1) == 20.0
+
+
+def test_steps_with_draft_tokens_are_no_plain_ones() -> None:
+    """Two answers with two tokens each take longer here than four answers, and say nothing of these."""
+    costs = RowCosts(8)
+    costs.add(2, 10.0)
+    for _ in range(4):
+        costs.add(4, 30.0, is_drafted=True)
+    assert (costs.knows(2), costs.knows(4)) == (True, False)
+    assert costs.seconds(2, 2) == 30.0
+    costs.add(4, 20.0)
+    assert costs.seconds(4) == 20.0
+
+
+def test_plain_steps_become_stale() -> None:
+    costs = RowCosts(8)
     costs.add(1, 10.0)
-    costs.add(2, 19.0)
-    costs.add(4, 19.0)
-    assert costs.least_chance(1, 9, 1.0) == pytest.approx(1.9 ** (1 / 3) - 1)
-    assert costs.least_chance(4, 9, 1.0) > 1  # no more than four rows are ever run
+    for _ in range(64):
+        costs.add(2, 12.0, is_drafted=True)
+    assert not costs.is_stale(1)
+    costs.skip(1)
+    assert costs.is_stale(1)
+    costs.add(1, 10.0)
+    assert not costs.is_stale(1)
 
 
 def test_what_steps_with_draft_tokens_lose_is_told_apart_from_what_rows_take() -> None:
     costs = RowCosts(4)
     for _ in range(3):
         costs.add(1, 10.0, is_ahead=True)
-    costs.add(4, 19.0, is_drafted=True)
+    for _ in range(4):
+        costs.add(4, 19.0, is_drafted=True)
     assert costs.wait == 0.0
     assert costs.seconds(1, 3) == 19.0
     costs.add(1, 12.0)  # began behind a wait
     assert costs.wait == 2.0
     costs.add(1, 10.0, is_ahead=True)
     assert costs.seconds(1) == 10.0
+    costs.add(4, 19.0, is_drafted=True)
     assert costs.seconds(1, 3) == 19.0  # 17 of the rows, and the wait
-    assert costs.seconds(4) == 17.0
-    assert costs.least_chance(1, 9, 1.0) == pytest.approx(1.9 ** (1 / 3) - 1)
+    assert costs.losses(1)[3] == pytest.approx(math.log(1.9))
 
 
 def test_where_nothing_is_planned_ahead_nothing_is_lost() -> None:
     costs = RowCosts(8)
     for seconds in (10.0, 14.0, 10.0):
         costs.add(1, seconds)
-    costs.add(2, 15.0, is_drafted=True)
+    for _ in range(4):
+        costs.add(2, 15.0, is_drafted=True)
     assert (costs.wait, costs.seconds(1), costs.seconds(1, 1)) == (0.0, 10.0, 15.0)
 
 
@@ -145,20 +190,8 @@ def test_a_wait_that_others_had_is_no_more_than_a_step_took() -> None:
     costs.add(8, 10.0, is_ahead=True)
     costs.add(8, 30.0)
     costs.add(1, 2.0, is_ahead=True)
-    costs.add(2, 5.0, is_drafted=True)
+    for _ in range(4):
+        costs.add(2, 5.0, is_drafted=True)
     assert costs.wait == 20.0
-    assert 0.0 < costs.seconds(2) <= 5.0
-    assert costs.least_chance(2, 9, 1.05) > -1.0
-
-
-def test_hardly_any_step_is_timed_where_nothing_is_drafted() -> None:
-    costs, timed, num_steps = RowCosts(4), 0, 0
-    while num_steps < 160:
-        costs.add(2, 1.0)
-        timed, num_steps = timed + 1, num_steps + 1 + costs.skip(2)
-    assert timed == 7 + 160 // 16
-    assert costs.skip(1) == costs.skip(5) == 0  # nothing is known of these
-    costs.add(4, 2.0, is_drafted=True)
-    for _ in range(15):
-        costs.add(2, 1.0)
-        assert costs.skip(2) == 0  # what it is compared with
+    line = costs.seconds(1, 1) - costs.seconds(1) - costs.wait
+    assert -2.0 < line <= 3.0

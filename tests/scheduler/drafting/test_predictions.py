@@ -25,7 +25,8 @@ def test_a_prediction_is_searched_as_if_it_stood_before_the_prompt(
     lookup, joined = PromptLookup(prompt, None, prediction), PromptLookup(prediction + prompt)
     for number, token_id in enumerate([None, *answer]):
         if token_id is not None:
-            assert lookup.add(token_id) == joined.add(token_id)
+            lookup.extend([token_id])
+            joined.extend([token_id])
         assert (lookup.match_len, lookup.draft(9)) == (joined.match_len, joined.draft(9))
         assert len(lookup) == len(prompt) + number  # the sequence's tokens alone
 

@@ -6,7 +6,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ktransformers.media.records import MEDIA_ID_BASE, media_ids
+from ktransformers.scheduler.drafting.acceptance import AcceptanceRates
 from ktransformers.scheduler.drafting.prompt_lookup import MAX_CANDIDATES, MAX_MATCH, MIN_MATCH, PACE, PromptLookup
+
+
+class CountedRates(AcceptanceRates):
+    """Keeps what it learns."""
+
+    def __init__(self) -> None:
+        super().__init__(MAX_MATCH)
+        self.seen = list[tuple[int, bool]]()
+
+    def add(self, match_len: int, was_right: bool, depth: int = 0, times: int = 1) -> None:
+        super().add(match_len, was_right, depth, times)
+        self.seen += [(min(match_len, MAX_MATCH), was_right)] * times
+
+    def take(self) -> list[tuple[int, bool]]:
+        seen, self.seen = self.seen, []
+        return seen
 
 
 def longest_match(ids: list[int]) -> tuple[int, int]:
@@ -37,17 +54,23 @@ def test_a_new_search_finds_the_longest_match(ids: list[int]) -> None:
 
 
 @settings(deadline=None, max_examples=300)
-@given(st.lists(st.integers(0, 2), max_size=30), st.lists(st.integers(0, 2), max_size=60))
-def test_a_match_goes_on_while_the_draft_is_right(prompt: list[int], answer: list[int]) -> None:
-    lookup, ids = PromptLookup(prompt), list(prompt)
-    for token_id in answer:
-        before, draft = lookup.match_len, lookup.draft(1)
-        was_right = lookup.add(token_id)
-        ids.append(token_id)
+@given(st.lists(st.integers(0, 2), max_size=30), st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4)))
+def test_a_match_goes_on_while_the_draft_is_right(prompt: list[int], answer: list[list[int]]) -> None:
+    """Tokens come one by one or, where draft tokens were accepted, several at once."""
+    rates = CountedRates()
+    lookup, ids = PromptLookup(prompt, rates), list(prompt)
+    for token_ids in answer:
+        before, draft = lookup.match_len, lookup.draft(len(token_ids))
+        num_right = next((at for at, one in enumerate(draft) if one != token_ids[at]), len(draft))
+        lookup.extend(token_ids)
+        ids += token_ids
         assert len(lookup) == len(ids)
-        assert was_right == (None if not before else draft == [token_id])
-        if was_right:
-            assert lookup.match_len == min(before + 1, MAX_MATCH)
+        seen = [(min(before + at, MAX_MATCH), True) for at in range(num_right)]
+        if before and num_right < len(token_ids):
+            seen.append((min(before + num_right, MAX_MATCH), False))
+        assert rates.take() == seen
+        if before and num_right == len(token_ids):
+            assert lookup.match_len == min(before + num_right, MAX_MATCH)
         else:
             assert lookup.match_len == longest_match(ids)[0]
 
@@ -56,11 +79,10 @@ def test_an_example() -> None:
     #                      the cat sat on the mat then the cat
     lookup = PromptLookup([7, 8, 9, 1, 7, 2, 3, 7, 8])
     assert (lookup.match_len, lookup.draft(3)) == (2, [9, 1, 7])
-    assert lookup.add(9) is True
+    lookup.extend([9])
     assert (lookup.match_len, lookup.draft(2)) == (3, [1, 7])
-    assert lookup.add(5) is False
+    lookup.extend([5])
     assert (lookup.match_len, lookup.draft(2)) == (0, [])
-    assert lookup.add(7) is None
 
 
 def test_a_long_prompt_is_taken_in_step_by_step() -> None:
@@ -68,7 +90,7 @@ def test_a_long_prompt_is_taken_in_step_by_step() -> None:
     lookup = PromptLookup(prompt)
     steps = 0
     while not lookup.match_len:
-        lookup.add(4 + steps)
+        lookup.extend([4 + steps])
         steps += 1
     assert steps == 3
     assert lookup.draft(2) == [7, 8]
@@ -85,16 +107,7 @@ def test_pictures_are_matched_and_never_drafted() -> None:
     before = PromptLookup([*shown, 7, 8, 9, 1, *shown])
     assert (before.match_len, before.draft(8)) == (4, [7, 8, 9, 1])
     assert len(before.chances(8)) == 4
-    for token_id in (7, 8, 9):
-        assert before.add(token_id) is True
-    assert before.draft(3) == [1]
-    assert before.add(1) is True  # behind which the picture came
-    assert (before.match_len, before.draft(3), before.chances(3)) == (0, [], [])
-
-
-def test_several_tokens_at_once_are_as_one_after_the_other() -> None:
-    one, other = PromptLookup([1, 2, 3]), PromptLookup([1, 2, 3])
-    for token_id in (4, 1, 2):
-        one.add(token_id)
-    other.extend([4, 1, 2])
-    assert (one.match_len, one.draft(3), len(one)) == (other.match_len, other.draft(3), len(other)) == (2, [3, 4, 1], 6)
+    before.extend([7, 8, 9])
+    assert (before.match_len, before.draft(3)) == (7, [1])
+    before.extend([1])  # behind which the picture came
+    assert (before.match_len, before.draft(3), before.chances(3)) == (0, [], ())

@@ -27,6 +27,8 @@ from tests.server.api.test_pictures import OTHER_URL, URL, WRONG, chat, check_me
 from tests.support.models.demo import DEMO_GGUF
 from tests.support.servers.picture_backend import PAD, PNG, TOKENIZER, FakePictures, PictureBackend
 
+NONE_COMPUTED = {"computed": 0, "tower_seconds": 0.0}
+
 
 def test_the_number_of_pictures_is_limited() -> None:
     response, _ = served(post(*chat(image(), image(), image())), max_images=2)
@@ -108,7 +110,7 @@ def test_capabilities_are_told(has_tower: bool) -> None:
     told = {"input_modalities": ["text", "image"][: 1 + has_tower], "output_modalities": ["text"]}
     assert models["data"][0]["architecture"] == model["architecture"] == told
     assert props["modalities"] == {"vision": has_tower, "audio": False}
-    assert status["pictures"] == ({"read": 0} if has_tower else None)
+    assert status["pictures"] == ({"read": 0, **NONE_COMPUTED} if has_tower else None)
 
 
 def test_metrics_count_pictures() -> None:
@@ -122,7 +124,7 @@ def test_metrics_count_pictures() -> None:
     for outcome, number in (("read", 2), ("refused", 1), ("left_out", 1)):
         assert f'ktransformers:pictures_total{{model_name="demo",outcome="{outcome}"}} {number}.0' in metrics
     assert 'ktransformers:picture_read_seconds_count{model_name="demo"} 2.0' in metrics
-    assert status["pictures"] == {"read": 2}
+    assert status["pictures"] == {"read": 2, **NONE_COMPUTED}
 
 
 def test_large_pictures_pass_and_huge_ones_do_not() -> None:

@@ -203,6 +203,13 @@ def test_the_detail_is_passed_on(sent: str | None, read: str | None) -> None:
         assert pictures.calls == [(PNG, read)]
 
 
+@pytest.mark.parametrize("url", [f" {URL}\n", URL.partition(",")[2].rstrip("=")])
+def test_space_around_a_url_and_padding_left_out(url: str) -> None:
+    pictures = FakePictures()
+    served(post(*chat(image(url))), pictures)
+    assert pictures.calls == [(PNG, None)]
+
+
 def test_a_picture_is_read_once_for_all_answers() -> None:
     pictures = FakePictures()
     response, backend = served(post(*chat(image(), n=3)), pictures)

@@ -12,8 +12,11 @@ from ktransformers.cli import main
 from ktransformers.config import EngineConfig
 from ktransformers.core import SamplingParams
 from ktransformers.engine.api.llm import LLM
+from ktransformers.kernels.types import QuantType
 from ktransformers.server.multi_model.needs import ModelNeeds, ToPlan, pinned, plan_needs, with_shares
+from tests.support.gguf.writer import write_gguf
 from tests.support.models.demo import DEMO_GGUF
+from tests.support.models.tiny_models import tiny_model
 from tests.support.servers.server_process import ServerProcess
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -72,6 +75,33 @@ def memory() -> int:
     least = 2 * rest + 2 * needs.least_slots
     memory = (least + (needs.stored_experts - needs.least_slots) + 512 * MIB) * 16 // 15
     return memory // MIB * MIB
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    """A model with experts on the disk, and one with experts that drafts for it."""
+    folder = tmp_path_factory.mktemp("drafting")
+    for name, layers in (("large", 4), ("small", 2)):
+        model = tiny_model("qwen3_moe", seed=layers, hidden=256, layers=layers)
+        write_gguf(model, folder / f"{name}.gguf", QuantType.Q8_0, QuantType.Q8_0)
+    return replace(CONFIG, gguf_path=folder / "large.gguf", draft_model=folder / "small.gguf", cache_lens=64)
+
+
+def test_what_is_planned_for_a_model_and_its_draft_model_is_what_both_take(drafting: EngineConfig) -> None:
+    """With room for nearly all experts the draft model's are in RAM, and with room for half of them in slots."""
+    needs = plan_needs(ToPlan(drafting))
+    alone = plan_needs(ToPlan(replace(drafting, draft_model=None)))
+    assert alone.expert_slots == alone.stored_experts
+    drafts = needs.expert_slots - alone.expert_slots
+    assert drafts > 0
+    assert needs.stored_experts == needs.expert_slots
+    assert needs.least_slots == alone.least_slots + drafts
+    rest = needs.nbytes["cpu"] - needs.expert_slots
+    for slots, has_slots in ((needs.expert_slots - MIB, False), (needs.expert_slots // 2, True)):
+        again = plan_needs(ToPlan(pinned(drafting, replace(needs, expert_slots=slots))))
+        assert (again.expert_slots, again.nbytes["cpu"]) == (slots, rest + slots)
+        assert (again.least_slots < needs.least_slots) == has_slots
+        assert pinned(drafting, again).experts_ram == slots / GIB
 
 
 def models_yaml(folder: Path, memory: int) -> Path:

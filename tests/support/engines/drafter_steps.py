@@ -11,20 +11,30 @@ from ktransformers.engine.load.builder import Engine
 from ktransformers.engine.sampling.logits_request import StepLogits
 from ktransformers.engine.step.context import ForwardBatch
 from ktransformers.engine.step.runner import ModelRunner
+from ktransformers.scheduler.drafting.account import Account
 from ktransformers.scheduler.drafting.planner import DraftPlanner
 from ktransformers.scheduler.drafting.prompt_lookup import PromptLookup
 from ktransformers.scheduler.drafting.row_costs import RowCosts
 
-__all__ = ["DrafterSteps", "draft_in_every_step", "runner_of"]
+__all__ = ["DrafterSteps", "draft_in_every_step", "equal_steps", "runner_of"]
+
+
+def equal_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps count as taking the same whatever their rows, and nothing rests: as many tokens are drafted as are likely
+    to be right at all, on any machine and however busy it is."""
+    add = RowCosts.add
+    monkeypatch.setattr(RowCosts, "add", lambda self, rows, seconds, **kinds: add(self, rows, 1.0, **kinds))
+    monkeypatch.setattr(Account, "is_awake", lambda self, now: True)
 
 
 def draft_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many tokens as may be, by the drafter alone, however few are right and whatever that takes."""
-    add = RowCosts.add
-    monkeypatch.setattr(RowCosts, "add", lambda self, rows, seconds, **kinds: add(self, rows, 1.0, **kinds))
-    monkeypatch.setattr(PromptLookup, "chances", lambda self, most: [])  # nothing is copied
+    equal_steps(monkeypatch)
+    monkeypatch.setattr(PromptLookup, "chances", lambda self, most: ())  # nothing is copied
 
-    def counts(self: DraftPlanner, chances: list[list[float]], costly: Sequence[bool]) -> tuple[list[int], float]:
+    def counts(
+        self: DraftPlanner, chances: Sequence[tuple[float, ...]], costly: Sequence[bool]
+    ) -> tuple[list[int], float]:
         return [len(one) * self._costs.knows(len(chances)) for one in chances], 1.0
 
     monkeypatch.setattr(DraftPlanner, "_counts", counts)

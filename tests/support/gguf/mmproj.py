@@ -29,6 +29,12 @@ PROJECTOR_OF = {
     "mistral3": "pixtral",
     "internvl": "internvl",
     "kimi_k25": "kimik25",
+    "glm4v_moe": "glm4v",
+    "glm5_next": "glm5v",
+    "idefics3": "idefics3",
+    "gemma4": "gemma4v",
+    "minimax_m3_vl": "minimax_m3",
+    "lfm2_vl": "lfm2",
 }
 _NAMES = (  # of transformers 5, and as the converter knows them
     (r"^model\.(visual|mm_projector)\.", r"\1."),
@@ -42,6 +48,19 @@ _NAMES = (  # of transformers 5, and as the converter knows them
     (r"^mm_projector\.proj\.0", "mm_projector.proj.linear_1"),
     (r"^mm_projector\.proj\.2", "mm_projector.proj.linear_2"),
 )
+_NAMES_OF = {
+    "gemma4": (
+        (r"^model\.vision_tower\.encoder\.", "vision_model.model."),
+        (r"\.linear\.", "."),
+        (r"position_embedding_table$", r"\g<0>.weight"),
+    ),
+    "lfm2_vl": (
+        (r"^model\.(multi_modal_projector)", r"\1"),
+        (r"^model\.vision_tower\.", "vision_tower.vision_model."),
+    ),
+    "minimax_m3_vl": ((r"^patch_merge_mlp\.linear_([12])", r"mm.merger.fc\1"),),
+}
+_EPS = ("layer_norm_eps", "norm_eps", "rms_norm_eps")
 _LISTED = {"internvl": {"layer_norm": "mlp1.0", "linear_1": "mlp1.1", "linear_2": "mlp1.3"}}
 
 
@@ -65,15 +84,17 @@ def write_mmproj(path: Path, model: PreTrainedModel, name: str, folder: Path) ->
 
 def _metadata(model: PreTrainedModel, name: str) -> dict[str, Any]:
     config, vision = model.config, model.config.vision_config
+    is_silu = name in ("qwen2_5_vl", "glm4v_moe", "glm5_next")
     found: dict[str, Any] = {
         "clip.has_vision_encoder": True,
-        "clip.projector_type": PROJECTOR_OF[name],
-        "clip.use_gelu": name != "qwen2_5_vl",
-        "clip.use_silu": name == "qwen2_5_vl",
+        "clip.vision.projector_type" if name == "gemma4" else "clip.projector_type": PROJECTOR_OF[name],
+        "clip.use_gelu": not is_silu,
+        "clip.use_silu": is_silu,
     }
     patch = vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]
     size = getattr(vision, "image_size", 560)
     depth = vision.depth if hasattr(vision, "depth") else vision.num_hidden_layers
+    eps = next((getattr(vision, key) for key in _EPS if hasattr(vision, key)), 1e-6)
     values: dict[str, Any] = {
         "image_size": size if isinstance(size, int) else size[0],
         "patch_size": patch,
@@ -82,7 +103,7 @@ def _metadata(model: PreTrainedModel, name: str) -> dict[str, Any]:
         "projection_dim": config.text_config.hidden_size,
         "block_count": depth,
         "attention.head_count": vision.num_heads if hasattr(vision, "num_heads") else vision.num_attention_heads,
-        "attention.layer_norm_epsilon": float(getattr(vision, "layer_norm_eps", getattr(vision, "norm_eps", 1e-6))),
+        "attention.layer_norm_epsilon": float(eps),
         "image_mean": [0.5, 0.25, 0.125],
         "image_std": [0.5, 0.25, 0.75],
     }
@@ -90,14 +111,18 @@ def _metadata(model: PreTrainedModel, name: str) -> dict[str, Any]:
         values |= {"projector.scale_factor": 2, "attention.layer_norm_epsilon": config.projection_layer_norm_eps}
     if name == "gemma3":
         values["projector.scale_factor"] = values["image_size"] // patch // int(config.mm_tokens_per_image**0.5)
-    if name in ("llama4", "internvl"):
+    if name in ("llama4", "internvl", "idefics3", "lfm2_vl"):
         values["projector.scale_factor"] = 2
-    if name == "mistral3" or name.startswith("qwen3"):
+    if name in ("mistral3", "glm5_next", "minimax_m3_vl") or name.startswith("qwen3"):
         values["spatial_merge_size"] = 2
     if name == "qwen2_5_vl":
         values["n_wa_pattern"] = vision.fullatt_block_indexes[0] + 1
     if name.startswith("qwen3_vl"):
         values["is_deepstack_layers"] = [index in vision.deepstack_visual_indexes for index in range(depth)]
+    if name == "idefics3":
+        values["preproc_image_size"] = 2 * values["image_size"]
+    if name == "glm5_next":
+        values |= {"swiglu_clamp": vision.swiglu_limit, "image_min_pixels": 16 * 784, "image_max_pixels": 64 * 784}
     return found | {f"clip.vision.{key}": value for key, value in values.items()}
 
 
@@ -105,9 +130,9 @@ def _tensors(
     name: str, values: torch.Tensor, model: PreTrainedModel, family: str, names: gguf.TensorNameMap
 ) -> Iterator[tuple[str, torch.Tensor]]:
     vision = model.config.vision_config
-    for pattern, now in _NAMES:
+    for pattern, now in _NAMES_OF.get(family, _NAMES):
         name = re.sub(pattern, now, name)
-    if "language_model" in name or name.startswith(("model.layers", "model.embed", "model.norm", "lm_head")):
+    if re.search(r"language_model|text_model|^model\.(layers|embed_tokens|norm)|^lm_head", name):
         return
     module = name.removeprefix("multi_modal_projector.").rpartition(".")[0]
     if module in _LISTED.get(family, {}):
@@ -116,7 +141,7 @@ def _tensors(
     if (deep := re.match(r"visual\.deepstack_merger_list\.(\d+)\.(?:linear_)?(\w+)\.(\w+)", name)) is not None:
         index = vision.deepstack_visual_indexes[int(deep[1])]
         yield f"v.deepstack.{index}.{deep[2]}.{deep[3]}", values
-    elif name.endswith("patch_embed.proj.weight") and values.dim() == 5:
+    elif values.dim() == 5:
         yield "v.patch_embd.weight", values[:, :, 0]
         yield "v.patch_embd.weight.1", values[:, :, 1]
     elif name.startswith("visual.merger.") and family.startswith("qwen3"):
@@ -131,6 +156,16 @@ def _tensors(
     elif family == "mistral3" and re.search(r"\.[qk]_proj\.", name):
         halves = values.reshape(heads, 2, len(values) // heads // 2, *values.shape[1:])
         yield _named(names, name), halves.transpose(1, 2).reshape(values.shape)
+    elif family == "minimax_m3_vl" and re.search(r"\.[qk]_proj\.", name):  # one axis behind the other, not interleaved
+        axis = len(values) // heads // 2 * 2 // 3 // 2  # a half of the rows that turn with one of three axes
+        per_head = values.reshape(heads, -1, *values.shape[1:])
+        turning = per_head[:, : 6 * axis].unflatten(1, (2, 3, axis)).transpose(1, 2).flatten(1, 3)
+        yield _named(names, name), torch.cat([turning, per_head[:, 6 * axis :]], 1).reshape(values.shape)
+    elif name.startswith("mm.merger."):
+        yield name, values
+    elif family in ("gemma4", "lfm2_vl") and re.search(r"patch_embedd(er\.input_proj|ing)\.weight", name):
+        side = int((values.shape[1] // 3) ** 0.5)
+        yield "v.patch_embd.weight", values.unflatten(1, (side, side, 3)).permute(0, 3, 1, 2)  # channels first
     elif "multi_modal_projector.linear_1" in name and family == "llama4":
         yield "mm.model.fc.weight", values
     else:

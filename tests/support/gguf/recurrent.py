@@ -241,6 +241,7 @@ def _nemotron_h(writer: gguf.GGUFWriter, config: Any) -> None:
     mamba2(writer, *numbers, config.conv_kernel)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
     if "moe" not in words:
         writer.add_feed_forward_length([config.intermediate_size if word == "mlp" else 0 for word in words])
         return

@@ -359,4 +359,4 @@ class LocalReader:
         """See PictureReader."""
         image = decode(data, lambda note: None)
         made = self.processor.process(image, detail or "auto")
-        return ReadPicture(made.digest, made.text, made.num_positions, *image.size)
+        return ReadPicture(made.digest, made.text, made.num_positions, *image.size, closing=made.closing)

@@ -115,13 +115,16 @@ def layer_costs(opened: OpenedModel) -> list[int]:
 def joined_layers(opened: OpenedModel) -> frozenset[int]:
     """Find the layers before which no stage can begin: they, or later ones, use what earlier ones have made.
 
-    These are keys and values that layers share, and positions that the indexer of another layer has chosen.
+    These are keys and values that layers share, positions that the indexer of another layer has chosen, and whatever
+    the layers of a model hand on besides hidden states.
     """
     joined: set[int] = set()
     for index, layer in enumerate(opened.facts.layers):
         if layer.shares is not None:
             joined.update(range(layer.shares + 1, index + 1))
     for index, module in enumerate(layer_list(opened.model) or ()):
+        if index and getattr(module, "continues_layers", False):
+            joined.add(index)
         if any(getattr(part, "skip_topk", False) for part in module.modules()):
             joined.add(index)
     return frozenset(joined)

@@ -149,6 +149,10 @@ def cut_model(opened: OpenedModel, group: RankGroup, divided: frozenset[str] = f
     layers = layer_list(opened.model)
     if layers is None:
         raise UnsupportedError(f"--tensor_parallel: the layers of model type {opened.facts.model_type} are not found")
+    if any(getattr(layer, "continues_layers", False) for layer in layers):
+        raise UnsupportedError(
+            f"--tensor_parallel: layers of model type {opened.facts.model_type} run on the CPU alone"
+        )
     cut = _Cut(opened.source, group.rank, group.size)
     names = {id(module): name for name, module in opened.model.named_modules()}
     blocks: set[str] = set()

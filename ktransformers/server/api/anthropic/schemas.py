@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from ktransformers.server.api.field_types import Choice, Whole, few_stops
+from ktransformers.server.api.field_types import Choice, Whole, as_list, few_stops
 from ktransformers.server.api.picture_parts import sent_pictures
 from ktransformers.server.api.sampling_fields import SamplingFields, SchedulingFields
 
@@ -64,7 +64,7 @@ class TextBlock(_Part):
 
 def _blocks(value: Any) -> Any:
     """A string is one block of text."""
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+    return as_list(value, {"type": "text"}, "text")
 
 
 _TextBlocks = Annotated[list[TextBlock], Field(fail_fast=True)]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ktransformers.server.answers.tool_choices import read_choice
-from ktransformers.server.api.field_types import Stop, UnicodeText
+from ktransformers.server.api.field_types import Stop, UnicodeText, as_list
 from ktransformers.server.api.openai.constraint_fields import ConstraintFields
 from ktransformers.server.api.openai.schemas.prediction import PredictionFields
 from ktransformers.server.api.sampling_fields import SamplingFields, SchedulingFields
@@ -57,7 +57,7 @@ class TextSettings(_Fields):
 
 def _as_items(value: Any) -> Any:
     """A text is a message of the user."""
-    return [{"type": "message", "role": "user", "content": value}] if isinstance(value, str) else value
+    return as_list(value, {"type": "message", "role": "user"}, "content")
 
 
 def _as_texts(value: Any) -> Any:

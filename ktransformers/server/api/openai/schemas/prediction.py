@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from ktransformers.server.api.field_types import UnicodeText
+from ktransformers.server.api.field_types import UnicodeText, as_list
 
 __all__ = ["PredictedContent", "PredictionFields"]
 
@@ -26,7 +26,7 @@ class _Part(BaseModel):
 
 def _as_parts(value: object) -> object:
     """A text is its only part."""
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+    return as_list(value, {"type": "text"}, "text")
 
 
 class PredictedContent(BaseModel):
