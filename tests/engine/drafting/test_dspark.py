@@ -97,7 +97,7 @@ def test_answers_do_not_depend_on_drafts(tmp_path: Path) -> None:
         {"temperature": 0.7, "repetition_penalty": 1.3, "seed": 6},
         {"temperature": 1.0, "top_k": 20, "seed": 7},
     ]
-    params = [SamplingParams(max_tokens=16, ignore_eos=True, **one) for one in asked]  # type: ignore[arg-type]
+    params = [SamplingParams(max_tokens=12, ignore_eos=True, **one) for one in asked]  # type: ignore[arg-type]
     with engine_of(write_dspark(tiny_dspark(), tmp_path), speculative_tokens=5) as engine:
         plain = told(answers_of(loop_of(engine, max_drafts=0, max_batch_size=4), params, VOCAB_SIZE))
 
@@ -109,7 +109,7 @@ def test_answers_do_not_depend_on_drafts(tmp_path: Path) -> None:
             engine.executor.reset()
             loop = loop_of(engine, max_batch_size=batch, chunk_size=16)
             assert told(answers_of(loop, params, VOCAB_SIZE)) == plain
-            assert loop.scheduler.stats().num_drafted > 60
+            assert loop.scheduler.stats().num_drafted > 40
         engine.executor.reset()
         loop, rng = loop_of(engine, max_batch_size=4), random.Random(1)
         loop._make = restarted  # type: ignore[assignment]
