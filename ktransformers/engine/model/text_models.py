@@ -26,9 +26,19 @@ if TYPE_CHECKING:
 
 __all__ = ["causal_class"]
 
+_DRAFT_HEADS = ("eagle", "medusa", "dflash", "dspark")
+"""Kinds of heads that draft from another model's hidden states, as names of published classes have them."""
+
 
 def causal_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The class that predicts tokens by `config`, a text model's. Raises UnsupportedError where there is none."""
+    """The class that predicts tokens by `config`, a text model's. Raises UnsupportedError where there is none, and for
+    a checkpoint of nothing but a head for another model."""
+    for name in config.architectures or ():
+        if any(kind in name.lower() for kind in _DRAFT_HEADS):
+            raise UnsupportedError(
+                f"{name} is a head that drafts from the hidden states of another model, and is not run from files of "
+                "its own; --draft_model takes a small model with the same tokenizer, --speculative ngram none"
+            )
     from transformers import GenerationMixin
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,

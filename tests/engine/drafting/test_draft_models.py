@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -200,6 +202,16 @@ def test_what_cannot_draft_is_refused(tmp_path: Path, folders: dict[str, Path]) 
         engine_of(folders["moe"], folders["moe"], speculative="ngram")
     with pytest.raises(ConfigError, match="--pipeline goes with draft tokens from the text alone"):
         engine_of(folders["moe"], folders["moe"], pipeline=2)
+
+
+@pytest.mark.parametrize("name", ["Qwen3DSparkModel", "DFlashDraftModel", "LlamaForCausalLMEagle3"])
+def test_a_head_for_another_model_is_no_draft_model(tmp_path: Path, folders: dict[str, Path], name: str) -> None:
+    """Named as published checkpoints name their classes, whose configs are those of usual models otherwise."""
+    shutil.copytree(folders["moe"], tmp_path / "head")
+    config = tmp_path / "head" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": [name]}))
+    with pytest.raises(UnsupportedError, match=f"--draft_model .*{name} is a head .*--speculative ngram"):
+        engine_of(folders["moe"], tmp_path / "head")
 
 
 @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE - 32, VOCAB_SIZE + 16])
