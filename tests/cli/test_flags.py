@@ -98,6 +98,7 @@ def test_spellings(words: list[str], name: str, value: object) -> None:
         (["serve", "a", "b"], "unexpected argument b; MODEL is given already"),
         (["--port", "x"], "argument --port: invalid int value: 'x' (see ktransformers serve --help)"),
         (["serve", "--config", "/nowhere.yaml"], "--config /nowhere.yaml: the file cannot be read: No such file"),
+        (["plan", "--mmproj", ""], "argument --mmproj: the path is empty (see ktransformers plan --help)"),
         (["serve", "--state_dir", ""], "argument --state_dir: the path is empty (see ktransformers serve --help)"),
         (["quantize", "model.gguf", ""], "argument OUT: the path is empty (see ktransformers quantize --help)"),
     ],

@@ -306,6 +306,7 @@ def _add_gpu_flags(group: argparse._ActionsContainer, config: EngineConfig) -> N
     )
     group.add_argument(
         "--mmproj",
+        type=user_path,
         metavar="FILE",
         help="the GGUF with the tower for pictures that goes with the model's GGUF (one beside it with mmproj in its "
         "name)",
