@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.kernels.blocks import decode_blocks
-from ktransformers.kernels.cpu import PACKED_TYPES, WorkerPool, available_isas, has_bf16, pack, pack_fp8
+from ktransformers.kernels.cpu import PACKED_TYPES, Isa, WorkerPool, available_isas, has_bf16, pack, pack_fp8
 from ktransformers.kernels.formats import FORMATS
 from ktransformers.kernels.reference import dequantize
 from ktransformers.kernels.triton.quant import cpu_packed_grid as grid
@@ -64,7 +64,9 @@ def random_tile_type(qtype: QuantType | GroupType, rows: int, cols: int, seed: i
 
 def pack_for_cpu(raw: Tensor, qtype: QuantType | GroupType, rows: int, cols: int) -> Tensor:
     """A matrix as the CPU kernels repack it, uint8 1-D; BF16 on a tier that packs it, emulated if need be."""
-    isa = next(one for one in available_isas() if has_bf16(one)) if qtype is QuantType.BF16 else None
+    isa = None
+    if qtype is QuantType.BF16:
+        isa = next((one for one in available_isas() if has_bf16(one)), Isa.AVX512_BF16_EMULATED)
     pool = WorkerPool(1, isa)
     try:
         return pack(RawTensor(raw.contiguous().reshape(-1), qtype, (rows, cols)), pool).data
