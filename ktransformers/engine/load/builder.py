@@ -133,7 +133,6 @@ def build_engine(
         new_runtime=lambda: StepRuntime(runner),
     )
     longest = opened.facts.longest_sequence(cache.num_slots)
-    interval = _snapshot_interval(max(cache.num_states - max_batch_size, 0), longest)
     return Engine(
         config=built.config,
         plan=built.plan,
@@ -144,7 +143,7 @@ def build_engine(
         executor=PagedExecutor(runner, cache, built.forward.pool, built.model.vocab_size, parts),
         cache=cache,
         max_batch_size=max_batch_size,
-        snapshot_interval=interval,
+        snapshot_interval=_snapshot_interval(max(cache.num_states - max_batch_size, 0), longest),
         tiers=tiers,
         hot=hot,
         expert_files=planned.expert_files,
